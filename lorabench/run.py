@@ -1,0 +1,31 @@
+"""A plan, executed on resident weights."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from lorabench.cost import Work
+from lorabench.plan import Action, Load, Rebind
+from lorabench.resident import ResidentWeights
+
+
+def perform(
+    action: Action, weights: ResidentWeights, after_weight: Callable[[str], None] | None = None
+) -> Work:
+    """Carry out one action; return what it took.
+
+    A denoise action computes nothing here: it asserts that the weights are in the state that its
+    phase asks for.
+    """
+    hook = () if after_weight is None else (after_weight,)
+    if isinstance(action, Load):
+        return weights.load(action.state, *hook)
+    if isinstance(action, Rebind):
+        assert weights.state == action.before, (weights.state, action)
+        return weights.rebind(action.after, *hook)
+    assert weights.state == action.state, (weights.state, action)
+    return Work()
+
+
+def walk(actions: Iterable[Action], weights: ResidentWeights) -> Iterator[tuple[Action, Work]]:
+    """Carry out a plan, giving each action with what it took as it ends."""
+    for action in actions:
+        yield action, perform(action, weights)

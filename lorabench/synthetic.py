@@ -1,0 +1,120 @@
+"""Seeded base and adapter files with the real names, shapes, dtypes and metadata.
+
+A tensor's values depend on the seed, the tensor's name and its shape alone, so that a cut to two
+blocks holds the same weights as the first two blocks of the whole.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lorabench.checkpoint import torch_dtype, write_checkpoint
+from lorabench.errors import ConfigError, FileError
+from lorabench.geometry import Geometry, TensorSpec
+from lorabench.progress import progress
+
+if TYPE_CHECKING:
+    import torch
+
+WEIGHT_STD = 0.02
+"""Standard deviation of every base tensor."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """A base and its adapters by name, as :func:`synthesize` lays them in a folder."""
+
+    base: Path
+    adapters: dict[str, Path]
+
+    @classmethod
+    def inside(cls, folder: str | Path, adapters: Sequence[str]) -> "Files":
+        """Name the files without looking for them."""
+        folder = Path(folder)
+        return cls(
+            folder / "base.safetensors",
+            {name: folder / f"{name}.safetensors" for name in adapters},
+        )
+
+
+def synthesize(
+    folder: str | Path,
+    geometry: Geometry,
+    adapters: Sequence[str] = ("distilled",),
+    *,
+    seed: int = 0,
+    ratio: float = 0.05,
+    overwrite: bool = False,
+) -> Files:
+    """Write ``base.safetensors`` and an adapter file for each name, holding one tensor at a time.
+
+    Parameters
+    ----------
+    adapters
+        Names; each adapter touches every target at the geometry's rank.
+    ratio
+        Standard deviation of the delta at strength 1 over that of the weight.
+
+    Raises
+    ------
+    ConfigError
+        A name that can't be a file's, twice the same, or a ratio that isn't positive.
+    FileError
+        A file exists already (nothing is written then), or can't be written.
+    """
+    if not 0 < ratio < float("inf"):
+        raise ConfigError(f"ratio must be a positive number, found {ratio}")
+    for name in adapters:
+        if not name.isidentifier() or name == "base" or list(adapters).count(name) > 1:
+            raise ConfigError(
+                f"adapter name '{name}' must be an identifier other than 'base', and given once"
+            )
+    files = Files.inside(folder, adapters)
+    paths = [files.base, *files.adapters.values()]
+    if not overwrite and (existing := [path for path in paths if path.exists()]):
+        raise FileError(f"{existing[0]}: exists already; choose another folder or --overwrite")
+
+    def write(path: Path, specs: Sequence[TensorSpec], std: float | None, **metadata: str) -> None:
+        def make(spec: TensorSpec) -> "torch.Tensor":
+            return _normal(spec, f"{seed}/{path.stem}", std or _factor_std(spec, ratio))
+
+        write_checkpoint(
+            path,
+            specs,
+            make,
+            metadata=metadata,
+            overwrite=overwrite,
+            each=lambda specs: progress(
+                specs,
+                label=f"write {path.name}",
+                total=sum(s.nbytes for s in specs),
+                unit="B",
+                size=lambda s: s.nbytes,
+            ),
+        )
+
+    write(files.base, geometry.tensors, WEIGHT_STD, geometry=geometry.name, seed=str(seed))
+    rank = str(geometry.rank)
+    for path in files.adapters.values():
+        specs = list(geometry.adapter_tensors())
+        write(path, specs, None, lora_rank=rank, lora_alpha=rank, seed=str(seed))
+    return files
+
+
+def _factor_std(spec: TensorSpec, ratio: float) -> float:
+    """Return the std of both factors for which std(B @ A) = sqrt(rank)·std² is as asked."""
+    rank = spec.shape[0 if spec.name.endswith("lora_A.weight") else 1]
+    return (ratio * WEIGHT_STD / rank**0.5) ** 0.5
+
+
+def _normal(spec: TensorSpec, seed: str, std: float) -> "torch.Tensor":
+    import numpy as np
+    import torch
+
+    key = hashlib.blake2b(f"{seed}/{spec.name}".encode(), digest_size=8).digest()
+    generator = np.random.Generator(np.random.SFC64(int.from_bytes(key, "little")))
+    values = generator.standard_normal(spec.shape, dtype=np.float32)
+    values *= np.float32(std)
+    return torch.from_numpy(values).to(torch_dtype(spec.dtype))

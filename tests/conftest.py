@@ -1,0 +1,55 @@
+"""Small real files that the tests share: a shrunk LTX-2.5 with adapters, written once."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lorabench.adapter import Adapter
+from lorabench.checkpoint import Checkpoint
+from lorabench.geometry import load_geometry
+from lorabench.synthetic import synthesize
+
+ADAPTERS = ("user", "distilled", "detailing")
+
+
+@pytest.fixture(scope="session")
+def geometry():
+    """One block of LTX-2.5 at a 32nd of its width: 62 targets."""
+    return load_geometry("ltx-2.5-22b", shrink=32).cut(1)
+
+
+@pytest.fixture(scope="session")
+def files(geometry, tmp_path_factory):
+    return synthesize(tmp_path_factory.mktemp("weights"), geometry, ADAPTERS, seed=7, ratio=0.3)
+
+
+@pytest.fixture(scope="session")
+def base(files):
+    return Checkpoint.open(files.base)
+
+
+@pytest.fixture(scope="session")
+def adapters(files, base):
+    return {name: Adapter.open(path, base.tensors) for name, path in files.adapters.items()}
+
+
+def shard(checkpoint: Checkpoint, folder: Path, shards: int) -> Path:
+    """Write a checkpoint again as shards with an index, by the safetensors library; give the index."""
+    names = list(checkpoint.entries)
+    weight_map = {}
+    for i in range(shards):
+        part = names[i::shards]
+        file = f"model-{i + 1:05}-of-{shards:05}.safetensors"
+        save_file({n: checkpoint.read(n) for n in part}, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return index
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """View a tensor's bits as integers, so that NaN equals NaN and -0 differs from 0."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
