@@ -3,6 +3,9 @@
 Every message names the file, the key, what was expected, what was found and what to do.
 """
 
+import difflib
+from collections.abc import Iterable
+
 
 class LorabenchError(Exception):
     """Anything that lorabench refuses or finds wrong, told for a person."""
@@ -30,3 +33,9 @@ class WeightsLostError(LorabenchError):
 
 class CheckError(LorabenchError):
     """A result that was checked and found wrong."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ``" (did you mean '...'?)"`` for the closest known word, or nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean '{close[0]}'?)" if close else ""

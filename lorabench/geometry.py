@@ -9,12 +9,11 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from lorabench.errors import ConfigError
+from lorabench.errors import ConfigError, did_you_mean
 from lorabench.resources import data_folder
 
 DTYPE_BYTES = {
@@ -113,7 +112,7 @@ class Geometry:
     @property
     def blocks(self) -> int:
         """Number of repeated blocks."""
-        return len({b for t in self.tensors if (b := self._block(t.name)) is not None})
+        return len({b for t in self.tensors if (b := self.block_of(t.name)) is not None})
 
     @property
     def weights(self) -> tuple[TensorSpec, ...]:
@@ -173,7 +172,7 @@ class Geometry:
             t
             for t in self.tensors
             if not t.name.startswith(self.connector_prefixes)
-            and ((block := self._block(t.name)) is None or block < blocks)
+            and ((block := self.block_of(t.name)) is None or block < blocks)
         )
         return replace(self, tensors=kept)
 
@@ -200,7 +199,8 @@ class Geometry:
             ranks=dict(sorted(Counter(t.rank for t in targets).items(), reverse=True)),
         )
 
-    def _block(self, name: str) -> int | None:
+    def block_of(self, name: str) -> int | None:
+        """Return the number of the block that a tensor belongs to; None for a global."""
         if self.block_prefix is None or not name.startswith(self.block_prefix):
             return None
         return int(name[len(self.block_prefix) :].split(".", 1)[0])
@@ -233,11 +233,9 @@ def load_geometry(
         path = data_folder("models") / f"{name_or_path}.toml"
         if not path.is_file():
             names = geometry_names()
-            near = get_close_matches(str(name_or_path), names, 1)
-            hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(names)}"
             raise ConfigError(
-                f"no geometry '{name_or_path}'; {hint} (a path to a .toml template or to a "
-                f".safetensors checkpoint will do too)"
+                f"no geometry '{name_or_path}'{did_you_mean(str(name_or_path), names)}; shipped: "
+                f"{', '.join(names)}; a path to a .toml template will do too"
             )
     try:
         template = tomllib.loads(path.read_text("utf-8"))
