@@ -8,7 +8,7 @@ refused by name: a key that is skipped in silence is a wrong picture later.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -28,6 +28,10 @@ WEIGHT_DTYPES = ("BF16", "F32")
 
 _PREFIX = re.compile(r"^(?:model\.)?diffusion_model\.")
 _FACTOR = re.compile(r"^(?P<module>.+)\.lora_(?P<half>[AB])\.weight$")
+
+
+def _ignore(name: str) -> None:
+    """Do nothing after a pair."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +124,12 @@ class Adapter:
         """Bytes of the matched pairs' factors in the file."""
         return sum(p.a.spec.nbytes + p.b.spec.nbytes for p in self.pairs)
 
-    def load(self, device: "torch.device | str" = "cpu") -> "dict[str, Pair]":
+    def load(
+        self, device: "torch.device | str" = "cpu", after_pair: Callable[[str], None] = _ignore
+    ) -> "dict[str, Pair]":
         """Read the factors onto a device; give a pair for each touched weight's name.
+
+        ``after_pair`` is called with that name when both factors are there.
 
         Raises
         ------
@@ -130,14 +138,12 @@ class Adapter:
         """
         from lorabench.fuse import Pair
 
-        return {
-            pair.weight.name: Pair(
-                self._factor(pair.a.spec.name, device),
-                self._factor(pair.b.spec.name, device),
-                self.scale,
-            )
-            for pair in self.pairs
-        }
+        pairs = {}
+        for pair in self.pairs:
+            a, b = (self._factor(factor.spec.name, device) for factor in (pair.a, pair.b))
+            pairs[pair.weight.name] = Pair(a, b, self.scale)
+            after_pair(pair.weight.name)
+        return pairs
 
     def _factor(self, name: str, device: "torch.device | str") -> "torch.Tensor":
         factor = self.file.read(name)
@@ -149,6 +155,20 @@ class Adapter:
         return factor.to(device)
 
 
+def implied_weights(file: Checkpoint) -> tuple[TensorSpec, ...]:
+    """Return the weights ``[out, in]`` that an adapter's pairs fit, for want of a base.
+
+    Raises
+    ------
+    AdapterError
+        A key is not understood, or half of a pair is missing.
+    """
+    return tuple(
+        TensorSpec(f"{module}.weight", (half["B"].spec.shape[0], half["A"].spec.shape[1]), "BF16")
+        for module, half in _halves(file).items()
+    )
+
+
 def _scale(file: Checkpoint) -> tuple[float, str]:
     """Return alpha / rank from the metadata; both are one ratio, capped ranks included."""
     found = {key: file.metadata[key] for key in ("lora_alpha", "lora_rank") if key in file.metadata}
@@ -156,7 +176,7 @@ def _scale(file: Checkpoint) -> tuple[float, str]:
         return 1.0, "assumed: no alpha in the metadata, so alpha = rank"
     try:
         alpha, rank = (float(file.metadata[key]) for key in ("lora_alpha", "lora_rank"))
-        if not (isfinite(alpha) and isfinite(rank) and rank > 0):
+        if not (isfinite(alpha) and isfinite(rank) and rank > 0 and isfinite(alpha / rank)):
             raise ValueError
     except (KeyError, ValueError):
         raise AdapterError(
@@ -174,8 +194,8 @@ def _halves(file: Checkpoint) -> dict[str, dict[str, Entry]]:
         if factor := _FACTOR.match(_PREFIX.sub("", name)):
             if factor["half"] in halves[factor["module"]]:
                 raise AdapterError(
-                    f"{file.path}: module '{factor['module']}' has two lora_{factor['half']}, under "
-                    f"two prefixes; keep one of them"
+                    f"{file.path}: module '{factor['module']}' has two lora_{factor['half']}, "
+                    f"under two prefixes; keep one of them"
                 )
             halves[factor["module"]][factor["half"]] = entry
         else:

@@ -10,8 +10,9 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,11 +95,10 @@ class Checkpoint:
             ) from error
         headers = {}
         for shard in dict.fromkeys(shards.values()):
-            if not shard.is_file():
-                raise FileError(
-                    f"{shard}: shard named by {index.name} is missing; download it again"
-                )
-            headers[shard] = _read_header(shard)
+            try:
+                headers[shard] = _read_header(shard)
+            except FileError as error:
+                raise FileError(f"{error}; {index.name} names it as a shard") from error
         entries = {}
         for name, shard in shards.items():
             if name not in headers[shard][0]:
@@ -107,6 +107,12 @@ class Checkpoint:
                     f"index and shards are not of one model"
                 )
             entries[name] = headers[shard][0][name]
+        for shard, (held, _) in headers.items():
+            if strays := [name for name in held if shards.get(name) != shard]:
+                raise FileError(
+                    f"{shard}: holds tensor '{strays[0]}', which {index.name} doesn't place here; "
+                    f"index and shards are not of one model"
+                )
         metadata = next(iter(headers.values()))[1] if headers else {}
         return cls(index, entries, metadata, {shard: _stamp(shard) for shard in headers})
 
@@ -136,24 +142,31 @@ class Checkpoint:
         Raises
         ------
         FileError
-            The file changed since it was opened, or ended early.
+            The file changed since it was opened, ended early, or can't be read.
         """
         import torch
 
         spec, file, offset = (entry := self.entries[name]).spec, entry.file, entry.offset
-        assert tensor.shape == spec.shape and tensor.dtype == torch_dtype(spec.dtype)
+        assert tensor.shape == spec.shape
+        assert tensor.dtype == torch_dtype(spec.dtype)
+        assert tensor.is_contiguous()
         if tensor.device.type != "cpu":
             tensor.copy_(self.read(name))
             return
         view = memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
         if _stamp(file) != self.stamps[file]:
             raise FileError(f"{file}: changed since it was opened; open it again")
-        with file.open("rb", buffering=0) as stream:
-            stream.seek(offset)
-            while view:
-                if not (count := stream.readinto(view)):
-                    raise FileError(f"{file}: ended inside tensor '{name}'; the file is truncated")
-                view = view[count:]
+        try:
+            with file.open("rb", buffering=0) as stream:
+                stream.seek(offset)
+                while view:
+                    if not (count := stream.readinto(view)):
+                        raise FileError(
+                            f"{file}: ended inside tensor '{name}'; the file is truncated"
+                        )
+                    view = view[count:]
+        except OSError as error:
+            raise FileError(f"{file}: tensor '{name}' can't be read: {error.strerror}") from error
 
 
 def write_checkpoint(
@@ -184,15 +197,17 @@ def write_checkpoint(
     Raises
     ------
     FileError
-        The file exists and ``overwrite`` is False, the disk has too little room, or can't be
-        written.
+        The file exists and ``overwrite`` is False, two tensors have one name, the disk has too
+        little room, or can't be written.
     """
     path = Path(path)
-    if path.exists() and not overwrite:
+    if os.path.exists(path) and not overwrite:  # noqa: PTH110 - Path.exists may raise
         raise FileError(f"{path}: exists already; choose another name or ask to overwrite it")
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for spec in specs:
+        if spec.name in header or spec.name == "__metadata__":
+            raise FileError(f"{path}: can't hold a tensor '{spec.name}': the name is taken")
         header[spec.name] = {
             "dtype": spec.dtype,
             "shape": list(spec.shape),
@@ -205,8 +220,10 @@ def write_checkpoint(
         stream.write(len(text).to_bytes(8, "little") + text)
         for spec in each(specs):
             tensor = make(spec)
-            assert tensor.shape == spec.shape and tensor.dtype == torch_dtype(spec.dtype)
+            assert tensor.shape == spec.shape
+            assert tensor.dtype == torch_dtype(spec.dtype)
             stream.write(_bytes_of(tensor))
+            del tensor  # before the next is made
         stream.flush()
         os.fsync(stream.fileno())
     return total
@@ -235,7 +252,8 @@ def replacing(path: Path, nbytes: int) -> Iterator[Path]:
     except OSError as error:
         raise FileError(f"{path}: can't be written: {error.strerror or error}") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # what can't be removed now was never made, or has been renamed
+            partial.unlink()
 
 
 def torch_dtype(dtype: str) -> "torch.dtype":
@@ -321,7 +339,9 @@ def _read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     except OSError as error:
         raise FileError(f"{path}: can't be read: {error.strerror}") from error
 
-    metadata = header.pop("__metadata__", None) or {}
+    metadata = header.pop("__metadata__", None)
+    if metadata is None:
+        metadata = {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise FileError(f"{path}: '__metadata__' must map names to strings")
     entries = {}
@@ -338,6 +358,7 @@ def _parse_json(text: bytes, path: Path) -> dict[str, Any]:
         for key, value in pairs:
             if key in seen:
                 raise FileError(f"{path}: the header names '{key}' twice; the file is damaged")
+            key.encode()  # a ValueError, where an escape stands for half a character
             seen[key] = value
         return seen
 
@@ -357,7 +378,10 @@ def _parse_entry(path: Path, name: str, value: Any) -> tuple[TensorSpec, int]:
     try:
         dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
         well_formed = (
-            isinstance(dtype, str) and all(map(whole, shape)) and whole(begin) and whole(end)
+            isinstance(dtype, str)
+            and isinstance(shape, list)
+            and all(map(whole, [*shape, begin, end]))
+            and whole(prod(max(size, 1) for size in shape))
         )
     except (TypeError, KeyError, ValueError):
         well_formed = False

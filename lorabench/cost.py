@@ -67,6 +67,49 @@ def resident_bytes(touches: Touches, base_bytes: int, restore: str) -> int:
     return base_bytes + factors + kept
 
 
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of one sweep over a model, apart for what a cut shares and for what it repeats."""
+
+    globals_seconds: float
+    block_seconds: float
+
+    def at(self, blocks: int) -> float:
+        """Return the seconds at a depth: the globals once, and each block."""
+        return self.globals_seconds + blocks * self.block_seconds
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What the parts of an action take on one machine, under one kernel and restore.
+
+    A load, a restore and a fuse follow one another within an action, so their times add up.
+    """
+
+    load: Parts  # into the base, with the factors
+    restore: Parts  # base bits back where one adapter touches everything
+    fuse: Parts  # one adapter on everything
+
+    def parts(self, action: Action, blocks: int) -> dict[str, float]:
+        """Predict the seconds of an action's parts at a depth: ``load``, ``restore``, ``fuse``.
+
+        Strength makes no difference, and each adapter of a state adds one fuse.
+        """
+        if isinstance(action, Denoise):
+            return {}
+        seconds = {}
+        if isinstance(action, Load):
+            state = action.state
+            seconds["load"] = self.load.at(blocks)
+        else:
+            state = action.after
+            if action.before:
+                seconds["restore"] = self.restore.at(blocks)
+        if state:
+            seconds["fuse"] = len(state) * self.fuse.at(blocks)
+        return seconds
+
+
 def _load_work(state: State, touches: Touches, base_bytes: int, restore: str) -> Work:
     factors = 2 * sum(target.adapter_params for ts in touches.values() for target in ts)
     kept = _weight_bytes(touches, touches) if restore.endswith("_snapshot") else 0

@@ -1,9 +1,11 @@
 """Checksums of bits, in integer arithmetic, so that every device gives the same ones.
 
-A tensor's bytes are read as little-endian 64-bit words w[i]. With odd coefficients c[i] that
-repeat every ``BLOCK`` words, a block's sum is Σ w[i]·c[i] mod 2^64, and the tensor's sum chains the
-blocks: h = h·P + block. An odd coefficient is invertible mod 2^64, so any one changed word changes
-its block's sum, and an odd P carries the change to the end.
+A tensor's bytes are read as little-endian 64-bit words, each mixed with its own high bits,
+w = word ^ (word >> 29). With odd coefficients c[i] that repeat every ``BLOCK`` words, a block's sum
+is Σ w[i]·c[i] mod 2^64, and the tensor's sum chains the blocks: h = h·P + block. The mix can be
+undone and an odd coefficient is invertible mod 2^64, so any one changed word changes its block's
+sum, and an odd P carries the change to the end. Without the mix, a word's top bit would count
+only as odd or even, and the signs of two values could change unseen.
 """
 
 import hashlib
@@ -28,7 +30,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     total = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
         tensor = tensors[name]
-        line = f"{name} {tuple(tensor.shape)} {tensor.dtype} {_sum_bits(tensor):016x}\n"
+        line = f"{name!r} {tuple(tensor.shape)} {tensor.dtype} {_sum_bits(tensor):016x}\n"
         total.update(line.encode())
     return total.hexdigest()
 
@@ -41,7 +43,8 @@ def _sum_bits(tensor: Tensor) -> int:
         # A tensor that is a slice of another may not begin on a word.
         aligned = data[:whole] if data.data_ptr() % 8 == 0 else data[:whole].clone()
         for words in aligned.view(torch.int64).split(BLOCK):
-            block = (words * _coefficients(words.device)[: words.numel()]).sum()
+            mixed = (words >> 29).bitwise_and_(_MASK >> 29).bitwise_xor_(words)
+            block = mixed.mul_(_coefficients(words.device)[: words.numel()]).sum()
             total = (total * _P + int(block.item())) & _MASK
     tail = int.from_bytes(bytes(data[whole:].tolist()), "little")
     return (total * _P + tail) & _MASK

@@ -109,6 +109,12 @@ class Geometry:
     adapter_prefix: str = ""
     rank: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.rank is not None and self.rank < 1:
+            raise ConfigError(
+                f"geometry '{self.name}': expected an adapter rank of 1 or more, found {self.rank}"
+            )
+
     @property
     def blocks(self) -> int:
         """Number of repeated blocks."""
@@ -138,9 +144,7 @@ class Geometry:
             raise ConfigError(
                 f"geometry '{self.name}' comes without an adapter rank; give one (--rank)"
             )
-        return tuple(
-            Target(self.module(w.name), w, min(self.rank, *w.shape)) for w in self.weights
-        )
+        return tuple(Target(self.module(w.name), w, min(self.rank, *w.shape)) for w in self.weights)
 
     def module(self, weight_name: str) -> str:
         """Return a weight's name without the base's prefix and without ``.weight``."""
@@ -203,7 +207,8 @@ class Geometry:
         """Return the number of the block that a tensor belongs to; None for a global."""
         if self.block_prefix is None or not name.startswith(self.block_prefix):
             return None
-        return int(name[len(self.block_prefix) :].split(".", 1)[0])
+        number = name[len(self.block_prefix) :].split(".", 1)[0]
+        return int(number) if number.isdecimal() else None
 
 
 def geometry_names() -> list[str]:
@@ -245,6 +250,8 @@ def load_geometry(
         return _expand(template, shrink, rank)
     except KeyError as error:
         raise ConfigError(f"{path}: the template lacks {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: a part holds itself") from error
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path}: {error}") from error
 
@@ -284,20 +291,29 @@ def from_tensors(name: str, tensors: Iterable[TensorSpec], rank: int | None = No
 def _expand(template: Mapping[str, Any], shrink: int, rank: int | None) -> Geometry:
     sizes = {}
     for size, value in template["sizes"].items():
-        if shrink < 1 or value % shrink:
+        if shrink < 1 or _whole(f"size {size}", value) % shrink:
             raise ValueError(f"size {size} = {value} can't be divided by shrink = {shrink}")
         sizes[size] = value // shrink
     prefix = template["prefix"]
+    tensors = tuple(
+        _tensors(template["tensors"], prefix, sizes, template["parts"], template["dtype"])
+    )
+    names = Counter(t.name for t in tensors)
+    for t in tensors:
+        if t.dtype not in DTYPE_BYTES:
+            near = did_you_mean(t.dtype, DTYPE_BYTES)
+            raise ValueError(f"tensor '{t.name}' has an unknown dtype '{t.dtype}'{near}")
+        if names[t.name] > 1:
+            raise ValueError(f"tensor '{t.name}' is described more than once")
+    default_rank = _whole("adapter.rank", template["adapter"]["rank"])
     return Geometry(
         name=template["name"],
-        tensors=tuple(
-            _tensors(template["tensors"], prefix, sizes, template["parts"], template["dtype"])
-        ),
+        tensors=tensors,
         prefix=prefix,
         block_prefix=f"{prefix}{template['blocks']}.",
         connector_prefixes=tuple(f"{prefix}{c}." for c in template["connectors"]),
         adapter_prefix=template["adapter"]["prefix"],
-        rank=max(1, template["adapter"]["rank"] // shrink) if rank is None else rank,
+        rank=max(1, default_rank // shrink) if rank is None else rank,
     )
 
 
@@ -309,12 +325,14 @@ def _tensors(
     dtype: str,
 ) -> Iterator[TensorSpec]:
     for name, line in lines.items():
-        if isinstance(line, str):
-            yield from _line(f"{prefix}{name}", line, sizes, dtype)
+        if not isinstance(line, dict):
+            yield from _line(f"{prefix}{name}", str(line), sizes, dtype)
             continue
         parameters = {k: v for k, v in line.items() if k not in ("part", "repeat")}
         inner = {**sizes, **{k: _size(str(v), sizes) for k, v in parameters.items()}}
-        numbers = [""] if "repeat" not in line else [f"{i}." for i in range(line["repeat"])]
+        numbers = [""]
+        if "repeat" in line:
+            numbers = [f"{i}." for i in range(_whole(f"repeat of {name}", line["repeat"]))]
         for number in numbers:
             yield from _tensors(
                 parts[line["part"]], f"{prefix}{name}.{number}", inner, parts, dtype
@@ -332,6 +350,12 @@ def _line(name: str, line: str, sizes: Mapping[str, int], dtype: str) -> Iterato
         yield TensorSpec(name, shape, tensor[2] or dtype)
     else:
         raise ValueError(f"'{name} = {line}' is neither 'out <- in' nor '[shape] dtype'")
+
+
+def _whole(name: str, value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} = {value!r} must be a whole number above 0")
+    return value
 
 
 def _size(text: str, sizes: Mapping[str, int]) -> int:

@@ -90,6 +90,11 @@ class ResidentWeights:
         """For each adapter, the weights that it touches and its rank there."""
         return {role: adapter.targets for role, adapter in self.adapters.items()}
 
+    def factors(self, role: str) -> Mapping[str, Pair]:
+        """Return an adapter's loaded pairs, by the names of the weights that they touch."""
+        _ = self.state
+        return MappingProxyType(self._factors[role])
+
     def digest(self) -> str:
         """Return a checksum of all bits, the same on every device."""
         return digest(self.tensors)
@@ -97,7 +102,8 @@ class ResidentWeights:
     def load(self, state: State = BASE, after_weight: Callable[[str], None] = _ignore) -> Work:
         """Read base and factors, and fuse a state; also the way back from lost weights.
 
-        ``after_weight`` is called with each tensor's name when it is done.
+        ``after_weight`` is called with a tensor's name when its factors are read, and again when it
+        is loaded and fused.
 
         Raises
         ------
@@ -116,7 +122,7 @@ class ResidentWeights:
         work = Work()
         for role, adapter in self.adapters.items():
             if role not in self._factors:
-                self._factors[role] = adapter.load(self.device)
+                self._factors[role] = adapter.load(self.device, after_weight)
             work += Work(file_bytes=adapter.factor_bytes)
         sums: dict[str, Tensor] = {}
         touched = {name for factors in self._factors.values() for name in factors}

@@ -8,7 +8,7 @@ from lorabench.errors import ConfigError
 def data_folder(kind: str) -> Path:
     """Return the folder of shipped TOML files: ``kind`` is ``models`` or ``recipes``.
 
-    An installed wheel carries them inside the package; a checkout keeps them in ``data/`` beside it.
+    An installed wheel carries them inside the package; a checkout keeps them in ``data/``.
 
     Raises
     ------
@@ -19,4 +19,6 @@ def data_folder(kind: str) -> Path:
     for folder in (package / "data" / kind, package.parent / "data" / kind):
         if folder.is_dir():
             return folder
-    raise ConfigError(f"shipped data folder '{kind}' not found beside {package}; reinstall lorabench")
+    raise ConfigError(
+        f"shipped data folder '{kind}' not found beside {package}; reinstall lorabench"
+    )

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lorabench.checkpoint import torch_dtype, write_checkpoint
-from lorabench.errors import ConfigError, FileError
-from lorabench.geometry import Geometry, TensorSpec
+from lorabench.checkpoint import Checkpoint, torch_dtype, write_checkpoint
+from lorabench.errors import ConfigError, FileError, did_you_mean
+from lorabench.geometry import Geometry, TensorSpec, load_geometry
 from lorabench.progress import progress
 
 if TYPE_CHECKING:
@@ -100,6 +100,48 @@ def synthesize(
     for path in files.adapters.values():
         specs = list(geometry.adapter_tensors())
         write(path, specs, None, lora_rank=rank, lora_alpha=rank, seed=str(seed))
+    return files
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of LTX-2.5 to work on."""
+
+    blocks: int
+    shrink: int
+    note: str
+
+
+SIZES = {
+    "tiny": Size(2, 16, "two blocks at a 16th of the width: seconds, for tests"),
+    "laptop": Size(2, 1, "two blocks at the real width: minutes, 8 GB of memory"),
+    "full": Size(48, 1, "all 48 blocks, without the connectors: 51 GB on disk and in memory"),
+}
+
+
+def sample_weights(
+    folder: str | Path, size: str, adapters: Sequence[str] = ("distilled",)
+) -> Files:
+    """Give LTX-2.5 weights of a size in a folder of their own, written on the first call.
+
+    Raises
+    ------
+    ConfigError
+        No such size.
+    FileError
+        The disk has no room, or the folder holds other weights under these names.
+    """
+    if size not in SIZES:
+        raise ConfigError(
+            f"size '{size}'{did_you_mean(size, SIZES)}: choose from {', '.join(SIZES)}"
+        )
+    geometry = load_geometry("ltx-2.5-22b", shrink=SIZES[size].shrink).cut(SIZES[size].blocks)
+    folder = Path(folder) / f"{geometry.name}-{size}"
+    files = Files.inside(folder, adapters)
+    if not all(path.exists() for path in (files.base, *files.adapters.values())):
+        return synthesize(folder, geometry, adapters, overwrite=True)
+    if Checkpoint.open(files.base).tensors != geometry.tensors:
+        raise FileError(f"{files.base}: holds other weights than size '{size}'; remove {folder}")
     return files
 
 

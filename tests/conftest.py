@@ -37,7 +37,7 @@ def adapters(files, base):
 
 
 def shard(checkpoint: Checkpoint, folder: Path, shards: int) -> Path:
-    """Write a checkpoint again as shards with an index, by the safetensors library; give the index."""
+    """Write a checkpoint again as shards, by the safetensors library; give its index."""
     names = list(checkpoint.entries)
     weight_map = {}
     for i in range(shards):

@@ -33,7 +33,7 @@ def bits(tensor):
 def golden(case):
     terms = [
         Term(
-            Pair(GOLDENS.read(f"{case['name']}.lora{i}.A"), GOLDENS.read(f"{case['name']}.lora{i}.B"), 1.0),
+            Pair(*(GOLDENS.read(f"{case['name']}.lora{i}.{half}") for half in "AB"), 1.0),
             strength,
         )
         for i, strength in enumerate(case["strengths"])
@@ -78,7 +78,9 @@ def exact_factors(draw_seed, out, in_, rank):
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
     tile=st.integers(1, 200),
 )
-def test_kernels_agree_bit_for_bit_where_sums_are_exact(seed, out, in_, ranks, strength, dtype, tile):
+def test_kernels_agree_bit_for_bit_where_sums_are_exact(
+    seed, out, in_, ranks, strength, dtype, tile
+):
     g = torch.Generator().manual_seed(seed)
     base = torch.randn(out, in_, generator=g).to(dtype)
     terms = [Term(exact_factors(seed + i, out, in_, r), strength) for i, r in enumerate(ranks)]
@@ -94,7 +96,8 @@ def test_kernels_agree_bit_for_bit_where_sums_are_exact(seed, out, in_, ranks, s
 def test_gemm_stays_within_its_summation_error_on_real_values():
     g = torch.Generator().manual_seed(0)
     out, in_, rank = 96, 160, 64
-    pair = Pair(torch.randn(rank, in_, generator=g).bfloat16(), torch.randn(out, rank, generator=g).bfloat16(), 1.0)  # fmt: skip
+    a, b = torch.randn(rank, in_, generator=g), torch.randn(out, rank, generator=g)
+    pair = Pair(a.bfloat16(), b.bfloat16(), 1.0)
     term = Term(pair, 0.8)
     expected = reference_fuse(torch.zeros(out, in_).bfloat16(), [term]).float()
     bound = (rank * 2.0**-24) * ((pair.b.float().abs() * 0.8) @ pair.a.float().abs())

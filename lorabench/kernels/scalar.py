@@ -19,16 +19,16 @@ from lorabench.kernels.scratch import Scratch
 
 
 @intrinsic
-def _float_from_bits(typing_context, bits):  # noqa: ANN001 - numba's own calling form
-    def generate(context, builder, signature, args):  # noqa: ANN001
+def _float_from_bits(typing_context, bits):
+    def generate(context, builder, signature, args):
         return builder.bitcast(args[0], context.get_value_type(types.float32))
 
     return types.float32(types.uint32), generate
 
 
 @intrinsic
-def _bits_from_float(typing_context, value):  # noqa: ANN001
-    def generate(context, builder, signature, args):  # noqa: ANN001
+def _bits_from_float(typing_context, value):
+    def generate(context, builder, signature, args):
         return builder.bitcast(args[0], context.get_value_type(types.uint32))
 
     return types.uint32(types.float32), generate
@@ -67,9 +67,7 @@ def _first_delta(b: np.ndarray, a: np.ndarray, delta: np.ndarray) -> None:
 
 
 @njit(nogil=True)
-def _further_delta(
-    b: np.ndarray, a: np.ndarray, factor: np.float32, delta: np.ndarray
-) -> None:
+def _further_delta(b: np.ndarray, a: np.ndarray, factor: np.float32, delta: np.ndarray) -> None:
     for i in range(delta.shape[0]):
         for j in range(delta.shape[1]):
             total = np.float32(0)

@@ -1,0 +1,133 @@
+"""What people type on a command line, turned into what the engine takes."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lorabench.checkpoint import Checkpoint
+from lorabench.errors import ConfigError, FileError, did_you_mean
+from lorabench.geometry import Geometry, from_tensors, geometry_names, load_geometry
+from lorabench.synthetic import SIZES
+
+
+@dataclass(frozen=True)
+class Binding:
+    """An adapter for a role, as ``role``, ``role=path`` or ``role=path=strength``."""
+
+    role: str
+    path: Path | None = None
+    strength: float = 1.0
+
+
+def parse_bindings(texts: Iterable[str]) -> dict[str, Binding]:
+    """Read bindings by role, in the order given.
+
+    Raises
+    ------
+    ConfigError
+        A text has another form, or a role is bound twice.
+    """
+    bindings: dict[str, Binding] = {}
+    for text in texts:
+        binding = _parse_binding(text)
+        if binding.role in bindings:
+            raise ConfigError(f"--adapter {text}: role '{binding.role}' is bound twice; bind once")
+        bindings[binding.role] = binding
+    return bindings
+
+
+def _parse_binding(text: str) -> Binding:
+    role, equals, rest = text.partition("=")
+    if not role or (equals and not rest):
+        raise ConfigError(f"--adapter {text}: expected role, role=path or role=path=strength")
+    if not rest:
+        return Binding(role)
+    path, equals, strength = rest.rpartition("=")
+    if not equals or Path(rest).exists():  # a path may have an equals sign in it
+        return Binding(role, Path(rest))
+    try:
+        return Binding(role, Path(path), float(strength))
+    except ValueError:
+        raise ConfigError(
+            f"--adapter {text}: expected role=path=strength, the strength a number; "
+            f"found '{strength}'"
+        ) from None
+
+
+def parse_blocks(text: str) -> int | None:
+    """Read a number of blocks; None for ``all``, connectors included.
+
+    Raises
+    ------
+    ConfigError
+        Neither.
+    """
+    if text == "all":
+        return None
+    if not text.isdecimal():
+        raise ConfigError(f"--blocks {text}: expected a number of blocks, or all")
+    return int(text)
+
+
+def check_size(size: str) -> None:
+    """Raise `ConfigError` unless sample weights come in this size."""
+    if size not in SIZES:
+        raise ConfigError(
+            f"--size {size}{did_you_mean(size, SIZES)}: choose from {', '.join(SIZES)}"
+        )
+
+
+def find_geometry(
+    name_or_path: str, *, blocks: int | None = None, shrink: int = 1, rank: int | None = None
+) -> Geometry:
+    """Load a shipped template by name, a ``.toml`` template, or a checkpoint's headers.
+
+    Parameters
+    ----------
+    blocks
+        Cut to this many blocks; None keeps the whole model.
+    shrink, rank
+        As in `load_geometry`; a checkpoint has one size, and no adapter rank but the one given.
+
+    Raises
+    ------
+    ConfigError
+        No such template, an adapter in a model's place, or a cut that can't be made.
+    FileError
+        The checkpoint can't be read.
+    """
+    path = Path(name_or_path)
+    is_file = path.exists() or path.name != name_or_path or path.suffix in (".safetensors", ".json")
+    if path.suffix == ".toml" or name_or_path in geometry_names() or not is_file:
+        geometry = load_geometry(name_or_path, shrink=shrink, rank=rank)
+    else:
+        checkpoint = Checkpoint.open(path)
+        if holds_adapter(checkpoint):
+            raise ConfigError(
+                f"{path}: is an adapter, and a model was expected; see it with 'lorabench inspect'"
+            )
+        if shrink != 1:
+            raise ConfigError(f"{path}: a checkpoint can't be shrunk; leave --shrink away")
+        geometry = from_tensors(checkpoint.path.name, checkpoint.tensors, rank)
+    return geometry if blocks is None else geometry.cut(blocks)
+
+
+def holds_adapter(checkpoint: Checkpoint) -> bool:
+    """Tell an adapter from a base by its names."""
+    return any("lora_" in name for name in checkpoint.entries)
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of a command's output, before the command's work rather than after it.
+
+    Raises
+    ------
+    FileError
+        It can't be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(
+            f"{folder}: can't make this folder: {error.strerror}; give another"
+        ) from error

@@ -1,0 +1,466 @@
+"""Cases of measurement: run each alone, check its bits, then record its times.
+
+A case is a module-level function and its arguments, and ``what`` names it in the records. It runs
+in a process of its own, under an observer, and returns results whose bits it has already checked.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lorabench import records
+from lorabench.adapter import Adapter
+from lorabench.checkpoint import Checkpoint
+from lorabench.digest import digest
+from lorabench.errors import CheckError, ConfigError
+from lorabench.fuse import Pair, Term, reference_fuse
+from lorabench.geometry import Geometry, from_tensors
+from lorabench.kernels import Scratch, get_kernel
+from lorabench.kernels.scratch import product_dtype
+from lorabench.measure import Observation, Observer, Samples, alone, time_boxed, time_once
+from lorabench.peers import fuse_ltx_core
+from lorabench.plan import Action, Denoise, Load, Strategy, plan
+from lorabench.progress import progress
+from lorabench.recipe import BASE, Recipe
+from lorabench.records import JSON, Record
+from lorabench.resident import ResidentWeights
+from lorabench.run import perform
+
+CHECKED_WEIGHTS = 3
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured: a base file, adapter files by role, and the device to hold them."""
+
+    base: Path
+    adapters: Mapping[str, Path]
+    device: str = "cpu"
+
+    def open(self) -> tuple[Checkpoint, dict[str, Adapter]]:
+        """Open the files by their headers."""
+        base = Checkpoint.open(self.base)
+        adapters = {role: Adapter.open(path, base.tensors) for role, path in self.adapters.items()}
+        return base, adapters
+
+    def geometry(self) -> Geometry:
+        """Return the base's geometry, under the name that its metadata gives it."""
+        base = Checkpoint.open(self.base)
+        return from_tensors(base.metadata.get("geometry", self.base.name), base.tensors)
+
+    def what(self) -> dict[str, JSON]:
+        """Return the fields that say in a record what was measured."""
+        geometry = self.geometry()
+        params = sum(t.params for t in geometry.tensors)
+        return {
+            "geometry": geometry.name,
+            "blocks": geometry.blocks,
+            "params": params,
+            "device": self.device,
+            "product": str(product_dtype(torch.device(self.device))).removeprefix("torch."),
+        }
+
+
+@dataclass(frozen=True)
+class Result:
+    """One checked measurement of a case."""
+
+    samples: Samples
+    check: str
+    what: Mapping[str, JSON] = field(default_factory=dict)
+    counted: Mapping[str, int | float] = field(default_factory=dict)
+    details: Mapping[str, JSON] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function to run alone, and what its records say that it measures."""
+
+    what: Mapping[str, JSON]
+    function: Callable[..., Sequence[Result]]
+    arguments: tuple[Any, ...]
+
+
+def sweep(cases: Iterable[Case], path: Path) -> list[Record]:
+    """Run the cases that a file has no records of from this machine; return all cases' records.
+
+    Each case's records are appended when it ends, so a broken sweep goes on where it was.
+
+    Raises
+    ------
+    CheckError
+        A result's bits are wrong; nothing of that case is recorded.
+    """
+    cases = list(cases)
+    environment, commit = records.environment(), records.git_commit()
+    machine = records.machine_name(environment)
+    held = records.read(path) if path.exists() else []
+    held = [r for r in held if records.machine_name(r.environment) == machine]
+    found: list[Record] = []
+    for case in progress(cases, label="measure"):
+        ended = [r for r in held if _is_of(r, case)]
+        if not ended:
+            results, observation = alone(_observed, case.function, case.arguments)
+            ended = [
+                Record(
+                    case={**case.what, **result.what},
+                    seconds=result.samples.seconds,
+                    warmup_seconds=result.samples.warmup_seconds,
+                    counted=result.counted,
+                    peak_private_bytes=observation.peak_private_bytes,
+                    check=result.check,
+                    environment=environment,
+                    commit=commit,
+                    provenance="measured",
+                    details=result.details,
+                )
+                for result in results
+            ]
+            records.append(path, *ended)
+        found += ended
+    return found
+
+
+def _is_of(record: Record, case: Case) -> bool:
+    mine = {name: value for name, value in record.case.items() if name in case.what}
+    return records.key(mine) == records.key(case.what)
+
+
+def _observed(
+    function: Callable[..., Sequence[Result]], arguments: tuple[Any, ...]
+) -> tuple[Sequence[Result], Observation]:
+    with Observer() as observer:
+        results = function(*arguments)
+    return results, observer.observation
+
+
+# A plan, action by action
+
+
+def walk_case(
+    subject: Subject, recipe: Recipe, strategy: Strategy, name: str, renders: int = 1
+) -> Case:
+    """Execute a plan and record every load and rebind of it, one record each.
+
+    ``recipe`` is bound to the subject's roles; ``name`` is what to call the strategy.
+    """
+    bound = recipe.bind(dict.fromkeys(subject.adapters, 1.0))
+    what = {
+        "bench": "walk",
+        **subject.what(),
+        "recipe": recipe.name,
+        "strategy": name,
+        **asdict(strategy),
+        "renders": renders,
+    }
+    return Case(what, _walk, (subject, bound, strategy, renders))
+
+
+def _walk(subject: Subject, recipe: Recipe, strategy: Strategy, renders: int) -> Sequence[Result]:
+    base, adapters = subject.open()
+    geometry = subject.geometry()
+    weights = ResidentWeights(
+        base, adapters, kernel=strategy.kernel, restore=strategy.restore, device=subject.device
+    )
+    exact = strategy.restore != "subtract"
+    digests = {BASE: digest(_Streamed(base))}
+    results: list[Result] = []
+    for index, action in enumerate(plan(recipe, strategy, renders)):
+        laps = _Laps(geometry, weights.device)
+        work = []
+        seconds = time_once(lambda: work.append(perform(action, weights, laps)), weights.device)  # noqa: B023
+        if isinstance(action, Denoise):
+            continue
+        details = {"globals_seconds": laps.globals_seconds, "block_seconds": laps.block_seconds}
+        same = digests.setdefault(weights.state, found := weights.digest()) == found
+        if exact and not same:
+            raise CheckError(
+                f"{recipe.name}, action {index}: state '{weights.state}' has other bits than "
+                f"the last time ({found}, not {digests[weights.state]})"
+            )
+        if not same:
+            details["wrong_share"] = _wrong_share(weights)
+        results.append(
+            Result(
+                Samples((seconds,)),
+                check=f"digest {found}" + ("" if same else ", not the exact one"),
+                what={"index": index, "action": action.kind, **_action_fields(action)},
+                counted=asdict(work[0]),
+                details=details,
+            )
+        )
+    sums = check_against_reference(weights) if exact else "last state not compared: inexact"
+    return [replace(result, check=f"{result.check}; {sums}") for result in results]
+
+
+def _action_fields(action: Action) -> dict[str, JSON]:
+    if isinstance(action, Load):
+        return {"state": str(action.state), "critical": True}
+    assert not isinstance(action, Denoise)
+    return {
+        "before": str(action.before),
+        "state": str(action.after),
+        "render": action.render,
+        "phase": action.phase,
+        "critical": action.critical,
+    }
+
+
+class _Laps:
+    """Seconds between a sweep's weights, apart for the globals and for the mean block."""
+
+    def __init__(self, geometry: Geometry, device: torch.device) -> None:
+        self._geometry = geometry
+        self._device = device
+        self._blocks = max(1, geometry.blocks)
+        self._last = perf_counter()
+        self.globals_seconds = 0.0
+        self.block_seconds = 0.0
+
+    def __call__(self, name: str) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        now = perf_counter()
+        lap, self._last = now - self._last, now
+        if self._geometry.block_of(name) is None:
+            self.globals_seconds += lap
+        else:
+            self.block_seconds += lap / self._blocks
+
+
+class _Streamed(Mapping[str, Tensor]):
+    """A checkpoint's tensors, each read when it is asked for."""
+
+    def __init__(self, base: Checkpoint) -> None:
+        self._base = base
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._base.read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._base.entries)
+
+    def __len__(self) -> int:
+        return len(self._base.entries)
+
+
+def _wrong_share(weights: ResidentWeights) -> float:
+    """Return the share of touched weights whose bits aren't those of a fresh load of the state."""
+    fresh = ResidentWeights(weights.base, weights.adapters, device=weights.device)
+    fresh.load(weights.state)
+    touched = {target.weight.name for targets in weights.touches.values() for target in targets}
+    wrong = sum(int((fresh.tensors[n] != weights.tensors[n]).sum()) for n in touched)
+    return wrong / sum(weights.tensors[n].numel() for n in touched)
+
+
+def check_against_reference(weights: ResidentWeights) -> str:
+    """Hold a few fused weights, from the smallest to the largest, against the reference.
+
+    Where sums aren't exact, two kernels may add in another order: a value may differ by an ulp, or
+    by what the summation error bound allows.
+
+    Raises
+    ------
+    CheckError
+        A value is further off.
+    """
+    state = weights.state
+    touched: dict[str, list[Term]] = {}
+    for role, strength in state.items():
+        for name, pair in weights.factors(role).items():
+            touched.setdefault(name, []).append(Term(pair, strength))
+    if not touched:
+        return "base state: nothing fused to compare"
+    by_size = sorted(touched, key=lambda name: (weights.tensors[name].numel(), name))
+    chosen = dict.fromkeys(
+        by_size[round(i * (len(by_size) - 1) / (CHECKED_WEIGHTS - 1))]
+        for i in range(CHECKED_WEIGHTS)
+    )
+    shares = []
+    for name in chosen:
+        terms = [
+            Term(Pair(term.pair.a.cpu(), term.pair.b.cpu(), term.pair.scale), term.strength)
+            for term in touched[name]
+        ]
+        shares.append(
+            compare(weights.tensors[name].cpu(), weights.base.read(name), terms, where=name)
+        )
+    return f"{len(shares)} weights within the reference's bound, {max(shares):.1e} of values differ"
+
+
+def compare(fused: Tensor, base: Tensor, terms: Sequence[Term], where: str) -> float:
+    """Return the share of values of ``fused [out, in]`` that differ from the reference's.
+
+    Raises
+    ------
+    CheckError
+        One differs by more than its summation error can explain.
+    """
+    expected = reference_fuse(base, terms)
+    bound = torch.zeros(base.shape)
+    for pair, strength in terms:
+        rank = pair.a.shape[0]
+        error = abs(strength * pair.scale) * rank * 2.0**-24
+        bound += error * (pair.b.float().abs() @ pair.a.float().abs())
+    # An ulp of the delta, when its rounding falls to the other side, and one of the weight.
+    size = torch.maximum(expected.float().abs(), base.float().abs())
+    delta = (expected.float() - base.float()).abs() + bound
+    bound += 2 * (_ulp(size) + _ulp(delta))
+    off = (fused.float() - expected.float()).abs()
+    if not bool((off <= bound).all()):
+        worst = int((off - bound).argmax())
+        raise CheckError(
+            f"'{where}': value {worst} is {fused.flatten()[worst].item()}, the reference's is "
+            f"{expected.flatten()[worst].item()}: further apart than summing in another order"
+        )
+    return float((fused != expected).float().mean())
+
+
+def _ulp(values: Tensor) -> Tensor:
+    """Return the distance between neighbouring bf16 values of these sizes."""
+    return torch.exp2(torch.floor(torch.log2(values.clamp_min(2.0**-126))) - 7)
+
+
+# One module under several kernels, interleaved
+
+CONTENDERS = ("scalar", "ltx_core", "gemm")
+
+
+def kernels_case(
+    subject: Subject, role: str, contenders: Sequence[str] = CONTENDERS, budget_seconds: float = 1.0
+) -> Case:
+    """Time kernels and peers in turn on the weight shape that has most of a pass's work.
+
+    A contender that would take longer than the budget on a whole weight gets its first rows.
+    """
+    what = {"bench": "kernels", **subject.what(), "role": role}
+    return Case(what, _kernels, (subject, role, tuple(contenders), budget_seconds))
+
+
+def _kernels(
+    subject: Subject, role: str, contenders: Sequence[str], budget_seconds: float, rounds: int = 5
+) -> Sequence[Result]:
+    device = torch.device(subject.device)
+    base, module, pair = _heaviest(subject, role)
+    scratch = Scratch(device)
+
+    def fuse(contender: str, rows: int) -> tuple[float, Tensor]:
+        weight = base[:rows].clone()
+        terms = [Term(pair._replace(b=pair.b[:rows]), 1.0)]
+        fused = [weight]
+        if contender == "ltx_core":
+            seconds = time_once(lambda: fused.__setitem__(0, fuse_ltx_core(weight, terms)), device)
+        else:
+            kernel = get_kernel(contender, device)
+            seconds = time_once(lambda: kernel(weight, terms, scratch), device)
+        return seconds, fused[0]
+
+    out, rows, warm = len(base), {}, {}
+    for contender in contenders:
+        fuse(contender, 8)  # compiles, and grows the scratch
+        seconds, _ = fuse(contender, 8)
+        rows[contender] = min(out, max(8, math.floor(8 * budget_seconds / seconds)))
+        warm[contender] = fuse(contender, rows[contender])[0]
+    samples: dict[str, list[float]] = {contender: [] for contender in contenders}
+    last: dict[str, Tensor] = {}
+    for _ in range(rounds):
+        for contender in contenders:
+            seconds, last[contender] = fuse(contender, rows[contender])
+            samples[contender].append(seconds)
+    results = []
+    for contender in contenders:
+        n = rows[contender]
+        terms = [Term(Pair(pair.a.cpu(), pair.b[:n].cpu(), pair.scale), 1.0)]
+        share = compare(last[contender].cpu(), base[:n].cpu(), terms, where=module)
+        results.append(
+            Result(
+                Samples(tuple(samples[contender]), (warm[contender],)),
+                check=f"within the reference's bound, {share:.1e} of values differ",
+                what={"contender": contender, "module": module, "rows": n},
+                counted={"flops": 2 * n * pair.a.shape[0] * pair.a.shape[1]},
+            )
+        )
+    return results
+
+
+def _heaviest(subject: Subject, role: str) -> tuple[Tensor, str, Pair]:
+    """Return a weight of the shape and rank that has most of a pass's work, and its pair."""
+    base, adapters = subject.open()
+    macs: dict[tuple[Any, ...], int] = {}
+    for target in adapters[role].targets:
+        kind = (target.weight.shape, target.rank)
+        macs[kind] = macs.get(kind, 0) + target.macs
+    heaviest = max(macs, key=lambda kind: macs[kind])
+    chosen = next(t for t in adapters[role].targets if (t.weight.shape, t.rank) == heaviest)
+    only = replace(
+        adapters[role], pairs=tuple(p for p in adapters[role].pairs if p.module == chosen.module)
+    )
+    pair = only.load(subject.device)[chosen.weight.name]
+    return base.read(chosen.weight.name).to(subject.device), chosen.module, pair
+
+
+# The issue's loop, observed
+
+
+def loop_case(subject: Subject, role: str, budget_seconds: float) -> Case:
+    """Run the scalar loop for a while as mudler/vllm.cpp #1210 saw it, and watch the process.
+
+    The weights are widened to f32 as the loop reaches them, and kept, as that host path does.
+    """
+    what = {"bench": "loop", **subject.what(), "role": role, "budget_seconds": budget_seconds}
+    if subject.device != "cpu":
+        raise ConfigError(f"the scalar loop runs on the CPU, not on '{subject.device}'")
+    return Case(what, _loop, (subject, role, budget_seconds))
+
+
+def _loop(subject: Subject, role: str, budget_seconds: float) -> Sequence[Result]:
+    torch.set_num_threads(1)  # as the host path has it, conversions included
+    base, module, pair = _heaviest(subject, role)
+    kernel, scratch = get_kernel("scalar", torch.device("cpu")), Scratch()
+    rows = max(1, round(1e8 / (2 * pair.a.numel())))  # about 0.2 s a chunk
+    widened: list[Tensor] = []
+    done: list[dict[str, JSON]] = []
+    kernel(base[:1].float(), [Term(pair._replace(b=pair.b[:1]), 1.0)], scratch)  # compiles
+
+    def work(top: int) -> int:
+        at = slice(top % len(base), top % len(base) + rows)
+        widened.append(base[at].float())
+        part = pair._replace(b=pair.b[at])
+        kernel(widened[-1], [Term(part, 1.0)], scratch)
+        total = part.flops + (done[-1]["flops"] if done else 0)  # type: ignore[operator]
+        done.append({"seconds": perf_counter() - start, "flops": total})
+        return part.flops
+
+    with Observer(interval_seconds=0.1) as observer:
+        start = perf_counter()
+        flops, seconds = time_boxed(count(0, rows), work, budget_seconds)
+    seen = observer.observation
+    first = [Term(pair._replace(b=pair.b[:rows]), 1.0)]
+    share = compare(widened[0].bfloat16(), base[:rows], first, where=module)
+    return [
+        Result(
+            Samples((seconds,)),
+            check=f"first {rows} rows within the reference's bound, {share:.1e} of values differ",
+            what={"module": module, "rank": pair.a.shape[0]},
+            counted={"flops": flops, "widened_bytes": sum(w.nbytes for w in widened)},
+            details={
+                "progress": done,
+                "memory": [
+                    {"seconds": t, "private_bytes": b}
+                    for t, b in zip(seen.times, seen.private_bytes, strict=True)
+                ],
+                "threads": dict(seen.thread_cpu),
+                "stacks": [
+                    {"frames": list(stack), "samples": n}
+                    for stack, n in sorted(seen.stacks.items(), key=lambda s: -s[1])
+                ],
+            },
+        )
+    ]

@@ -1,0 +1,178 @@
+"""What a file or a model is, as plain JSON, from headers alone."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lorabench.adapter import Adapter, implied_weights
+from lorabench.checkpoint import Checkpoint
+from lorabench.cost import predict_work, touches_of
+from lorabench.geometry import Geometry, TensorSpec, from_tensors
+from lorabench.plan import Strategy, plan
+from lorabench.recipe import Recipe
+from lorabench.synthetic import Files
+
+# Ways of restoring whose cost isn't known beforehand: it depends on the weights' values, or on an
+# implementation that isn't there yet.
+UNPREDICTED_RESTORES = ("residual", "images")
+
+
+def describe_geometry(geometry: Geometry) -> dict[str, Any]:
+    """Return a model's name, blocks and counts; ranks are keyed by text, as JSON wants it."""
+    fields = asdict(geometry.counts())
+    if fields["ranks"] is not None:
+        fields["ranks"] = _by_text(fields["ranks"])
+    return {"name": geometry.name, "blocks": geometry.blocks, **fields}
+
+
+def describe_base(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what a checkpoint of a model holds."""
+    geometry = from_tensors(checkpoint.path.name, checkpoint.tensors)
+    return {
+        "kind": "base",
+        **_describe_files(checkpoint),
+        "params": sum(t.params for t in checkpoint.tensors),
+        "blocks": geometry.blocks,
+        "metadata": dict(checkpoint.metadata),
+    }
+
+
+def describe_adapter(path: Path) -> dict[str, Any]:
+    """Return what an adapter's file holds, without a base to hold it against.
+
+    Raises
+    ------
+    AdapterError
+        The file isn't an adapter that can be applied.
+    """
+    adapter = Adapter.open(path, implied_weights(Checkpoint.open(path)))
+    return {
+        "kind": "adapter",
+        **_describe_files(adapter.file),
+        "pairs": len(adapter.pairs),
+        "params": sum(t.adapter_params for t in adapter.targets),
+        "ranks": _by_text(adapter.ranks),
+        "scale": adapter.scale,
+        "scale_source": adapter.scale_source,
+        "factor_bytes": adapter.factor_bytes,
+        "pass_flops": _pass_flops(adapter),
+        "metadata": dict(adapter.file.metadata),
+    }
+
+
+def describe_match(adapter: Adapter, base: Geometry) -> dict[str, Any]:
+    """Return which of an adapter's modules a base has, and what a pass over those amounts to."""
+    params = sum(t.params for t in base.tensors)
+    touched = sum(t.weight.params for t in adapter.targets)
+    return {
+        "name": base.name,
+        "params": params,
+        "matched": [pair.module for pair in adapter.pairs],
+        "unmatched": list(adapter.unmatched),
+        "touched_params": touched,
+        "touched_share": touched / params,
+        "pass_flops": _pass_flops(adapter),
+    }
+
+
+def describe_synthetic(geometry: Geometry, files: Files) -> dict[str, Any]:
+    """Return the files that `synthesize` makes of a geometry; bytes are the tensors' own.
+
+    Raises
+    ------
+    ConfigError
+        No adapter rank is known for this geometry.
+    """
+    factors = tuple(geometry.adapter_tensors())
+    return {
+        "geometry": geometry.name,
+        "blocks": geometry.blocks,
+        "rank": geometry.rank,
+        "base": _describe_file(files.base, geometry.tensors),
+        "adapters": {name: _describe_file(path, factors) for name, path in files.adapters.items()},
+    }
+
+
+def describe_recipe(recipe: Recipe) -> dict[str, Any]:
+    """Return a recipe's roles and the states of its phases."""
+    return {
+        "name": recipe.name,
+        "aliases": list(recipe.aliases),
+        "description": recipe.description,
+        "roles": {r.name: "required" if r.required else "optional" for r in recipe.roles},
+        "phases": [phase.state.as_dict() for phase in recipe.phases],
+    }
+
+
+def describe_plan(
+    recipe: Recipe,
+    strengths: Mapping[str, float],
+    strategy: Strategy,
+    renders: int,
+    geometry: Geometry,
+) -> dict[str, Any]:
+    """Return a plan's actions, and the work predicted for each: None where it can't be known.
+
+    Parameters
+    ----------
+    recipe
+        A bound recipe.
+    strengths
+        What the user said of the bound roles; 1 for a role that isn't in it.
+    geometry
+        The model that the work is predicted for, every adapter touching every target.
+
+    Raises
+    ------
+    ConfigError
+        Fewer than one render, or a geometry without an adapter rank.
+    """
+    touches = touches_of(geometry, [role.name for role in recipe.roles])
+    base_bytes = sum(tensor.nbytes for tensor in geometry.tensors)
+    actions = plan(recipe, strategy, renders)
+    work = None
+    if strategy.restore not in UNPREDICTED_RESTORES:
+        work = [asdict(predict_work(a, touches, base_bytes, strategy.restore)) for a in actions]
+    return {
+        "recipe": recipe.name,
+        "roles": {role.name: strengths.get(role.name, 1.0) for role in recipe.roles},
+        "strategy": asdict(strategy),
+        "renders": renders,
+        "geometry": geometry.name,
+        "rank": geometry.rank,
+        "actions": [action.as_dict() for action in actions],
+        "work": work,
+    }
+
+
+def _describe_file(path: Path, tensors: Sequence[TensorSpec]) -> dict[str, Any]:
+    return {
+        "path": str(path),
+        "tensors": len(tensors),
+        "tensor_bytes": sum(tensor.nbytes for tensor in tensors),
+    }
+
+
+def _describe_files(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        "path": str(checkpoint.path),
+        "files": [str(file) for file in checkpoint.stamps],
+        "bytes": sum(size for size, _ in checkpoint.stamps.values()),
+        "tensors": len(checkpoint.entries),
+        "tensor_bytes": sum(t.nbytes for t in checkpoint.tensors),
+        "dtypes": _dtypes(checkpoint.tensors),
+    }
+
+
+def _dtypes(tensors: Iterable[TensorSpec]) -> dict[str, int]:
+    return dict(Counter(t.dtype for t in tensors).most_common())
+
+
+def _pass_flops(adapter: Adapter) -> int:
+    return 2 * sum(target.macs for target in adapter.targets)
+
+
+def _by_text(ranks: dict[int, int]) -> dict[str, int]:
+    return {str(rank): pairs for rank, pairs in ranks.items()}

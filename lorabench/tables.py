@@ -1,0 +1,287 @@
+"""What commands say to people: aligned text, no wider than 100 columns."""
+
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from lorabench.cost import Work
+from lorabench.measure import Samples
+from lorabench.plan import STRATEGY_VALUES
+from lorabench.recipe import State
+from lorabench.records import Record
+
+WIDTH = 100
+LISTED = 3
+"""How many of a list's names are shown; --json has them all."""
+
+Fact = tuple[str, int | str, str]
+"""A name, a value and a remark."""
+
+
+def geometry_text(fields: Mapping[str, Any]) -> str:
+    """Say what `describe_geometry` found."""
+    touched = fields["touched_params"]
+    rows: list[Fact] = [
+        ("tensors", fields["tensors"], ""),
+        ("parameters", fields["params"], ""),
+        _bytes("tensor bytes", fields["tensor_bytes"]),
+        ("targets", fields["targets"], "weights that an adapter may touch"),
+        ("touched parameters", touched, _share(touched, fields["params"])),
+    ]
+    if fields["ranks"] is None:
+        rows.append(("adapter", "no rank is known; give one with --rank", ""))
+    else:
+        work = f"{scaled(2 * fields['macs'], 'FLOP')} per pass"
+        rows += [
+            ("adapter parameters", fields["adapter_params"], ""),
+            _bytes("adapter tensor bytes", fields["adapter_tensor_bytes"]),
+            ("multiply-accumulates", fields["macs"], work),
+            ("adapter ranks", _histogram(fields["ranks"]), ""),
+        ]
+    return f"{fields['name']}, {fields['blocks']} blocks\n{_facts(rows)}"
+
+
+def inspect_text(fields: Mapping[str, Any]) -> str:
+    """Say what `describe_base` or `describe_adapter` found, and `describe_match` under ``base``."""
+    rows: list[Fact] = [
+        ("files", len(fields["files"]), ""),
+        _bytes("bytes", fields["bytes"]),
+        ("tensors", fields["tensors"], _histogram(fields["dtypes"])),
+        ("parameters", fields["params"], ""),
+    ]
+    if fields["kind"] == "base":
+        kind = "a base"
+        rows.append(("blocks", fields["blocks"], ""))
+    else:
+        kind = "an adapter"
+        rows += [
+            ("pairs", fields["pairs"], f"rank {_histogram(fields['ranks'])}"),
+            _bytes("factor bytes", fields["factor_bytes"]),
+            _flops(fields["pass_flops"]),
+            ("scale", f"{fields['scale']:g}", f"({fields['scale_source']})"),
+        ]
+    text = f"{fields['path']}: {kind}\n{_facts(rows)}"
+    if metadata := fields["metadata"]:
+        shown = [(name, textwrap.shorten(metadata[name], 70), "") for name in metadata]
+        text += f"\n\nmetadata\n{_facts(shown)}"
+    if match := fields.get("base"):
+        touched = match["touched_params"]
+        rows = [
+            ("matched targets", len(match["matched"]), _few(match["matched"])),
+            ("unmatched targets", len(match["unmatched"]), _few(match["unmatched"])),
+            ("touched parameters", touched, _share(touched, match["params"])),
+            _flops(match["pass_flops"]),
+        ]
+        text += f"\n\nheld against {match['name']}\n{_facts(rows)}"
+    return text
+
+
+def synth_text(fields: Mapping[str, Any], *, dry_run: bool) -> str:
+    """Say which files were written, or would be."""
+    head = "a dry run; nothing is written" if dry_run else "written"
+    files = [
+        (
+            file["path"],
+            f"{file['tensors']:,}",
+            f"{file['tensor_bytes']:,}",
+            scaled(file["tensor_bytes"], "B"),
+        )
+        for file in (fields["base"], *fields["adapters"].values())
+    ]
+    lines = table(("file", "tensors", "tensor bytes", ""), files, right=(1, 2, 3))
+    blocks, rank = fields["blocks"], fields["rank"]
+    return f"{fields['geometry']}, {blocks} blocks, adapter rank {rank}: {head}\n\n{lines}"
+
+
+def plan_text(fields: Mapping[str, Any]) -> str:
+    """Say what `describe_plan` found: a plan line by line, with the work of each action."""
+    actions, works = fields["actions"], fields["work"]
+    rows = []
+    for number, action in enumerate(actions):
+        rows.append(
+            (
+                str(number),
+                str(action.get("render", "")),
+                "-" if (phase := action.get("phase", "")) is None else str(phase),
+                action["kind"],
+                _state(State(action["from"])) if "from" in action else "",
+                _state(State(action["to"] if "to" in action else action["state"])),
+                "yes" if action["critical"] else "no",
+                *(_work_cells(Work(**works[number])) if works else ("?", "?", "?")),
+            )
+        )
+    # titles of two lines, so that two states of two adapters each still fit the width
+    header = ("#", "render", "phase", "action", "from", "to", "critical", "TFLOP")
+    header = (*header, "file\nGB", "snapshot\nGB")
+    strategy = ", ".join(f"{name}={value}" for name, value in fields["strategy"].items())
+    roles = fields["roles"].items()
+    head: list[Fact] = [
+        ("recipe", fields["recipe"], ""),
+        ("bound", ", ".join(f"{role} x {s}" for role, s in roles) or "no adapter", ""),
+        ("strategy", strategy, ""),
+        ("renders", str(fields["renders"]), ""),
+        ("actions", _histogram(Counter(action["kind"] for action in actions)), ""),
+    ]
+    if works:
+        total = sum((Work(**work) for work in works), Work())
+        read, copied = scaled(total.file_bytes, "B"), scaled(total.snapshot_bytes, "B")
+        work = f"{scaled(total.flops, 'FLOP')}, {read} from files, {copied} from and to snapshots"
+        model = f"{fields['geometry']}, each adapter of rank {fields['rank']} on every target"
+        head += [("in all", work, ""), ("predicted for", model, "")]
+    return f"{_facts(head)}\n\n{table(header, rows, right=(0, 1, 2, 7, 8, 9))}"
+
+
+def recipes_text(recipes: Iterable[Mapping[str, Any]]) -> str:
+    """List recipes with their phases' states; an optional role is in brackets."""
+    rows = []
+    for recipe in recipes:
+        roles = recipe["roles"].items()
+        phases = (_state(State(state), indent=3) for state in recipe["phases"])
+        rows.append(
+            (
+                "\n".join((recipe["name"], *(f"= {alias}" for alias in recipe["aliases"]))),
+                "\n".join(name if need == "required" else f"[{name}]" for name, need in roles),
+                "\n".join(f"{number}: {state}" for number, state in enumerate(phases)),
+                textwrap.fill(recipe["description"], 36),
+            )
+        )
+    lines = table(("recipe", "roles", "phases", "description"), rows)
+    return f"{lines}\n\nA role in brackets is optional: unless bound, it drops out of every phase."
+
+
+def strategies_text(strategies: Iterable[Mapping[str, str]]) -> str:
+    """List the strategies, and what each of their fields may be."""
+    presets = []
+    for preset in strategies:
+        changed = [field for field, values in STRATEGY_VALUES.items() if preset[field] != values[0]]
+        fields = ", ".join(f"{field}={preset[field]}" for field in changed) or "the defaults"
+        presets.append(
+            (preset["name"], textwrap.fill(preset["note"], 44), textwrap.fill(fields, 36))
+        )
+    values = [(field, ", ".join(values)) for field, values in STRATEGY_VALUES.items()]
+    return "\n\n".join(
+        (
+            table(("strategy", "what it does", "fields"), presets),
+            table(("field", "values, the default first"), values),
+            "A strategy is a preset, fields, or both: both_fixes,restore=host_snapshot",
+        )
+    )
+
+
+def records_text(records: Iterable[Record]) -> str:
+    """Say what records measured: median, spread, rate, peak memory, and how the check came out."""
+    rows: list[Sequence[str]] = []
+    titled = None
+    for record in records:
+        title, case = _case_cells(record.case)
+        if title != titled:
+            rows.append((titled := title, *[""] * 5))
+        samples = Samples(record.seconds)
+        flops, peak = record.counted.get("flops"), record.peak_private_bytes
+        check = re.sub(r"\b([0-9a-f]{12})[0-9a-f]{20}\b", r"\1", record.check)  # a digest's head
+        rows.append(
+            (
+                textwrap.fill(case, 34, initial_indent="  ", subsequent_indent="    "),
+                scaled(samples.median, "s"),
+                f"{samples.spread:.0%}" if len(record.seconds) > 1 else "-",
+                f"{flops / samples.median / 1e9:.2f}" if flops else "-",
+                "-" if peak is None else scaled(peak, "B"),
+                textwrap.fill(check, 25),
+            )
+        )
+    header = ("case", "median", "spread", "GFLOP/s", "peak", "check")
+    return table(header, rows, right=(1, 2, 3, 4))
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int] = ()) -> str:
+    """Lay out rows under a header; a cell may have several lines.
+
+    Parameters
+    ----------
+    right
+        Numbers of the columns that are aligned to the right.
+    """
+    cells = [[cell.split("\n") for cell in row] for row in (header, *rows)]
+    columns = list(zip(*cells, strict=True))
+    widths = [max(len(line) for cell in column for line in cell) for column in columns]
+    lines: list[str] = []
+    for number, row in enumerate(cells):
+        for at in range(max(map(len, row))):
+            texts = [cell[at] if at < len(cell) else "" for cell in row]
+            for column, width in enumerate(widths):
+                pad = texts[column].rjust if column in right else texts[column].ljust
+                texts[column] = pad(width)
+            lines.append("  ".join(texts).rstrip())
+        if number == 0:
+            lines.append("  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def scaled(amount: float, unit: str) -> str:
+    """Return an amount with two decimals and the prefix that fits: ``42.02 GB``, ``3.10 ms``."""
+    if amount == 0:
+        return f"0 {unit}"
+    prefixes = ("u", "m", "") if unit == "s" else ("", "k", "M", "G", "T", "P")
+    power = 1e-6 if unit == "s" else 1.0
+    for prefix in prefixes:
+        if amount < 1000 * power or prefix == prefixes[-1]:
+            return f"{amount / power:.{0 if power == 1 and unit != 's' else 2}f} {prefix}{unit}"
+        power *= 1000
+    raise AssertionError
+
+
+def _facts(rows: Sequence[Fact]) -> str:
+    """Lay out one fact a line; whole numbers are aligned to the right, among themselves."""
+    names = max(len(name) for name, _, _ in rows)
+    digits = max((len(f"{v:,}") for _, v, _ in rows if isinstance(v, int)), default=0)
+    lines: list[str] = []
+    for name, value, remark in rows:
+        shown = f"{value:>{digits},}" if isinstance(value, int) else value
+        line = f"  {name:{names}}  {shown}  {remark}".rstrip()
+        indent = " " * (names + 4)
+        lines += textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+    return "\n".join(lines)
+
+
+def _bytes(name: str, nbytes: int) -> Fact:
+    return name, nbytes, scaled(nbytes, "B")
+
+
+def _flops(flops: int) -> Fact:
+    return "FLOPs of a pass", flops, scaled(flops, "FLOP")
+
+
+def _few(names: Sequence[str]) -> str:
+    more = len(names) - LISTED
+    return ", ".join(names[:LISTED]) + (f", and {more:,} more" if more > 0 else "")
+
+
+def _histogram(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} x{count:,}" for name, count in counts.items())
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%} of the parameters" if whole else ""
+
+
+def _state(state: State, indent: int = 0) -> str:
+    """Return a state with a line for each adapter."""
+    return str(state).replace(" + ", "\n" + " " * indent + "+ ")
+
+
+def _work_cells(work: Work) -> tuple[str, str, str]:
+    amounts = (work.flops / 1e12, work.file_bytes / 1e9, work.snapshot_bytes / 1e9)
+    flops, file, snapshot = (f"{a:.2f}" if a >= 0.1 else f"{a:.1g}" if a else "" for a in amounts)
+    return flops, file, snapshot
+
+
+def _case_cells(case: Mapping[str, Any]) -> tuple[str, str]:
+    """Return what several records share, and what tells them apart."""
+    if case["bench"] == "walk":
+        title = ", ".join((case["recipe"], *case["strategy"].split(",")))
+        before = f"{case['before']} -> " if "before" in case else ""
+        return textwrap.fill(title, 34), f"{case['action']} {before}{case['state']}"
+    rows = f", {case['rows']} rows" if "rows" in case else ""
+    return textwrap.fill(case["module"], 34), f"{case.get('contender', 'scalar loop')}{rows}"

@@ -1,0 +1,162 @@
+"""The digest tells any two sets of bits apart, and is the same number everywhere and always."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lorabench.digest import BLOCK, digest
+
+FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+
+
+def counting(nbytes: int) -> torch.Tensor:
+    """Bytes that differ from their neighbours."""
+    return (torch.arange(nbytes) * 37 % 251).to(torch.uint8)
+
+
+def test_known_tensors_have_the_digest_they_always_had():
+    known = {
+        "w": torch.arange(12, dtype=torch.float32).view(3, 4),
+        "tail": torch.arange(5, dtype=torch.float32).bfloat16(),
+        "long": counting(8 * BLOCK + 11),
+    }
+    assert digest(known) == "2ff2234ee36f0c167da5b32e5e3b0f9c"
+    assert digest({}) == "cae66941d9efbd404e4d88758ea67670"
+
+
+def plain_sum(data: bytes) -> int:
+    """The checksum of a tensor's bytes as its definition reads, a word at a time."""
+    mask, p = (1 << 64) - 1, 0x9E3779B97F4A7C15
+    total, words = len(data), len(data) // 8
+    for start in range(0, words, BLOCK):
+        block = 0
+        for i in range(start, min(start + BLOCK, words)):
+            word = int.from_bytes(data[8 * i : 8 * i + 8], "little")
+            z = (i % BLOCK + 1) * p & mask
+            z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
+            z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
+            z = (z ^ (z >> 31)) | 1
+            block += (word ^ (word >> 29)) * z
+        total = (total * p + block) & mask
+    return (total * p + int.from_bytes(data[8 * words :], "little")) & mask
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 8, 77, 8 * BLOCK + 29])
+def test_vector_arithmetic_gives_what_the_definition_gives_word_by_word(nbytes):
+    from lorabench import digest as module
+
+    tensor = torch.randint(256, (nbytes,), dtype=torch.uint8)
+    assert module._sum_bits(tensor) == plain_sum(bytes(tensor.tolist()))
+
+
+@settings(deadline=None)
+@given(data=st.binary(min_size=1, max_size=40), bit=st.integers(0, 319))
+def test_any_single_flipped_bit_changes_it_tail_bytes_included(data, bit):
+    one = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    other = one.clone()
+    other[bit // 8 % len(data)] ^= 1 << bit % 8
+    assert digest({"w": one}) != digest({"w": other})
+
+
+@pytest.mark.parametrize("at", [0, 7, 8 * BLOCK - 1, 8 * BLOCK, 16 * BLOCK - 1, 16 * BLOCK, -1])
+@pytest.mark.parametrize("bit", [0, 7])
+def test_a_flipped_bit_changes_it_in_every_block_of_a_long_tensor(at, bit):
+    one = counting(16 * BLOCK + 13)
+    other = one.clone()
+    other[at] ^= 1 << bit
+    assert digest({"w": one}) != digest({"w": other})
+
+
+@settings(deadline=None)
+@given(
+    words=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=2, max_size=12, unique=True),
+    data=st.data(),
+)
+def test_swapped_words_change_it(words, data):
+    i, j = data.draw(st.lists(st.integers(0, len(words) - 1), min_size=2, max_size=2, unique=True))
+    swapped = words.copy()
+    swapped[i], swapped[j] = words[j], words[i]
+    assert digest({"w": torch.tensor(words)}) != digest({"w": torch.tensor(swapped)})
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_swapped_values_of_opposite_sign_change_it(dtype):
+    values = torch.arange(1, 65).to(dtype)
+    values[32:] = -values[:32]
+    for width in (1, 2, 4, 8, 32):
+        swapped = values.clone()
+        swapped[:width], swapped[32 : 32 + width] = values[32 : 32 + width], values[:width]
+        assert digest({"w": values}) != digest({"w": swapped}), width
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_any_two_changed_signs_change_it(dtype):
+    values = torch.zeros(24, dtype=dtype)
+    digests = {digest({"w": values})}
+    for i in range(24):
+        for j in range(i):
+            changed = values.clone()
+            changed[[i, j]] = -0.0
+            digests.add(digest({"w": changed}))
+    assert len(digests) == 1 + 24 * 23 // 2
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("count", [2, 8, 1000])
+def test_all_signs_changed_at_once_change_it(dtype, count):
+    values = torch.linspace(1, 2, count).to(dtype)
+    assert digest({"w": values}) != digest({"w": -values})
+
+
+def test_blocks_that_change_places_change_it():
+    one = torch.cat([counting(8 * BLOCK), counting(8 * BLOCK).flip(0)])
+    assert digest({"w": one}) != digest({"w": one.roll(8 * BLOCK)})
+
+
+def test_names_shapes_dtypes_and_sizes_count_where_the_bytes_are_the_same():
+    zeros = torch.zeros(16, dtype=torch.uint8)
+    variants = [
+        {},
+        {"w": zeros},
+        {"v": zeros},
+        {"w": zeros.view(4, 4)},
+        {"w": zeros.view(2, 8)},
+        {"w": zeros.view(torch.int8)},
+        {"w": zeros.view(torch.bfloat16)},
+        {"w": zeros.view(torch.float16)},
+        {"w": zeros[:8]},
+        {"w": zeros[:3]},
+        {"w": zeros[:0]},
+        {"w": zeros[0]},
+        {"w": zeros, "v": zeros},
+        {"w": zeros, "v": zeros[:0]},
+    ]
+    assert len({digest(variant) for variant in variants}) == len(variants)
+
+
+def test_tensors_that_change_names_change_it():
+    a, b = torch.zeros(3), torch.ones(3)
+    assert digest({"a": a, "b": b}) != digest({"a": b, "b": a})
+
+
+def test_payloads_of_nan_and_signs_of_zero_count():
+    patterns = [0x7FC0, 0x7FC1, 0x7F81, -0x40, 0x7F80, 0x0000, -0x8000]
+    values = [torch.tensor([p], dtype=torch.int16).view(torch.bfloat16) for p in patterns]
+    assert sum(bool(v.isnan()) for v in values) == 4
+    assert len({digest({"w": v}) for v in values}) == len(patterns)
+
+
+def test_equal_bits_have_one_digest_wherever_they_lie_in_memory():
+    memory = counting(8 * BLOCK + 100)
+    expected = digest({"w": memory[:4001].clone()})
+    for offset in range(1, 9):
+        shifted = torch.cat([torch.zeros(offset, dtype=torch.uint8), memory])
+        assert digest({"w": shifted[offset : offset + 4001]}) == expected
+    wide = torch.randn(40, 30)
+    assert digest({"w": wide.T}) == digest({"w": wide.T.contiguous()})
+
+
+def test_the_order_of_the_mapping_does_not_count():
+    tensors = {name: torch.randn(5) for name in "abc"}
+    assert digest(tensors) == digest({name: tensors[name] for name in "cab"})
