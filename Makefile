@@ -1,14 +1,16 @@
 # make report   measure this machine and write reports/index.html
 # make test     lint, types and all tests
 # make lab      open the notebooks in JupyterLab
+# make gpu-check  check bits and measure rebinds on a CUDA GPU, with the python3 that has torch
 # Each sets up .venv first; PYTHON chooses the interpreter (3.11 or newer).
 
 PYTHON ?= python3
 SIZE ?= laptop
+RECORDS ?= scratch/gpu-records.jsonl
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup report test lab chromium clean
+.PHONY: help setup report test lab chromium gpu-check clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -43,6 +45,14 @@ chromium:
 		{ [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 		  apt-get update -qq && apt-get install -qq -y chromium >/dev/null; } || \
 		echo "no Chromium here: the browser tests will be skipped" >&2
+
+# Runs on a machine's own Python: a GPU's torch is its own build. Under 5 minutes on an H200.
+gpu-check:
+	$(PYTHON) -c 'import torch; assert torch.cuda.is_available(), "no CUDA GPU here"'
+	$(PYTHON) -m pytest -q tests/test_cuda.py
+	$(PYTHON) -m lorabench bench walk ti2vid_two_stage --size laptop --device cuda --renders 2 \
+		--strategy both_fixes --strategy snapshot --strategy snapshot,restore=device_snapshot \
+		--out $(RECORDS)
 
 clean:
 	rm -rf .venv reports scratch

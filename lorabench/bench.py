@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lorabench import records
 from lorabench.adapter import Adapter
+from lorabench.alone import alone
 from lorabench.checkpoint import Checkpoint
 from lorabench.digest import digest
 from lorabench.errors import CheckError, ConfigError
@@ -24,7 +25,8 @@ from lorabench.fuse import Pair, Term, reference_fuse
 from lorabench.geometry import Geometry, from_tensors
 from lorabench.kernels import Scratch, get_kernel
 from lorabench.kernels.scratch import product_dtype
-from lorabench.measure import Observation, Observer, Samples, alone, time_boxed, time_once
+from lorabench.machine import environment, git_commit, machine_name
+from lorabench.measure import Observation, Observer, Samples, time_boxed, time_once
 from lorabench.peers import fuse_ltx_core
 from lorabench.plan import Action, Denoise, Load, Strategy, plan
 from lorabench.progress import progress
@@ -99,14 +101,13 @@ def sweep(cases: Iterable[Case], path: Path) -> list[Record]:
         A result's bits are wrong; nothing of that case is recorded.
     """
     cases = list(cases)
-    environment, commit = records.environment(), records.git_commit()
-    machine = records.machine_name(environment)
+    here, commit = environment(), git_commit()
     held = records.read(path) if path.exists() else []
-    held = [r for r in held if records.machine_name(r.environment) == machine]
+    held = [r for r in held if machine_name(r.environment) == machine_name(here)]
     found: list[Record] = []
     for case in progress(cases, label="measure"):
         ended = [r for r in held if _is_of(r, case)]
-        if not ended:
+        if not ended or len(ended) < ended[0].details["results"]:
             results, observation = alone(_observed, case.function, case.arguments)
             ended = [
                 Record(
@@ -116,10 +117,10 @@ def sweep(cases: Iterable[Case], path: Path) -> list[Record]:
                     counted=result.counted,
                     peak_private_bytes=observation.peak_private_bytes,
                     check=result.check,
-                    environment=environment,
+                    environment=here,
                     commit=commit,
                     provenance="measured",
-                    details=result.details,
+                    details={**result.details, "results": len(results)},
                 )
                 for result in results
             ]

@@ -185,13 +185,16 @@ def _subject(
             raise ConfigError(f"--adapter {role}: with --base, expected role=path")
         if base is None and binding.path is not None:
             raise ConfigError(f"--adapter {role}={binding.path}: a path needs --base")
-    check_size(size := size or "tiny")
-    make_folder(out.parent)
     if base is not None:
         paths = {role: b.path for role, b in bindings.items() if b.path is not None}
-        return Subject(base, paths, device)
+        subject = Subject(base, paths, device.value)
+        subject.open()
+        make_folder(out.parent)
+        return subject
+    check_size(size := size or "tiny")
+    make_folder(out.parent)
     files = sample_weights(scratch, size, list(bindings))
-    return Subject(files.base, files.adapters, device)
+    return Subject(files.base, files.adapters, device.value)
 
 
 def _contenders(asked: Sequence[str] | None, device: Device) -> Sequence[str]:

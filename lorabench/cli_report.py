@@ -75,10 +75,10 @@ def _notebooks_of_checkout() -> list[Path]:
 def _report_facts(size: str) -> "ReportFacts":
     from datetime import UTC, datetime
 
-    from lorabench import records
+    from lorabench.machine import environment, git_commit
     from lorabench.report import ReportFacts
 
-    here = records.environment()
+    here = environment()
     machine = f"{here['cpu']}, {here['cores']} cores"
     if isinstance(memory := here["memory_bytes"], int):
         machine += f", {memory / 1e9:.0f} GB"
@@ -86,7 +86,7 @@ def _report_facts(size: str) -> "ReportFacts":
         machine += f", {here['cuda_device']}"
     return ReportFacts(
         machine=machine,
-        commit=records.git_commit(),
+        commit=git_commit(),
         date=datetime.now(UTC).isoformat(timespec="minutes"),
         size=size,
         sources="Figures show what this run measured, unless they name the committed records or "

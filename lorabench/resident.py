@@ -56,11 +56,7 @@ class ResidentWeights:
         restore: str = "reread",
         device: torch.device | str = "cpu",
     ) -> None:
-        self.device = torch.device(device)
-        if self.device.type == "cuda" and not torch.cuda.is_available():
-            raise UnavailableError(
-                f"device '{device}' was asked for, but torch {torch.__version__} finds no CUDA GPU"
-            )
+        self.device = _device(device)
         self.base = base
         self.adapters = dict(adapters)
         self._scratch = Scratch(self.device)
@@ -179,10 +175,10 @@ class ResidentWeights:
                 work += self._fuse(name, state, sums)
                 after_weight(name)
             self._check_finite(sums, state)
+            self._state = state
         except BaseException as error:
             self._undo(begun, before, error)
             raise
-        self._state = state
         return work
 
     def _undo(self, begun: list[str], before: State, cause: BaseException) -> None:
@@ -251,6 +247,22 @@ class ResidentWeights:
                 f"{self.base.path}: needs {need:,} bytes of memory on '{self.device}' with restore "
                 f"'{self._restore_name}', {have:,} are free; use fewer blocks or another restore"
             )
+
+
+def _device(device: torch.device | str) -> torch.device:
+    """Return a device by its name, if there is one."""
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        found = None
+    if found is None or found.type not in ("cpu", "cuda"):
+        raise UnavailableError(f"device '{device}' is not supported; choose 'cpu' or 'cuda'")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise UnavailableError(
+            f"device '{device}' was asked for, but torch {torch.__version__} finds "
+            f"{torch.cuda.device_count() or 'no'} CUDA GPU"
+        )
+    return found
 
 
 def _available_bytes(device: torch.device) -> int | None:

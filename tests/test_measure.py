@@ -20,7 +20,8 @@ import pytest
 
 from lorabench import measure
 from lorabench.errors import AdapterError, ConfigError, LorabenchError, UnavailableError
-from lorabench.measure import Observer, Samples, alone, private_bytes, time_boxed, time_once
+from lorabench.alone import alone
+from lorabench.measure import Observer, Samples, private_bytes, time_boxed, time_once
 
 MIB = 1 << 20
 PATIENCE_SECONDS = 60
@@ -500,7 +501,7 @@ class TestAloneFromOtherParents:
     ):
         (tmp_path / "sweep.py").write_text(
             "import os\n"
-            "from lorabench.measure import alone\n"
+            "from lorabench.alone import alone\n"
             "def case(): return os.getpid()\n"
             "if __name__ == '__main__': print(alone(case) != os.getpid())\n"
         )

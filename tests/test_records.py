@@ -16,10 +16,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorabench import records
+from lorabench import machine, records
 from lorabench.errors import ConfigError, FileError
 from lorabench.measure import Samples
-from lorabench.records import Record, append, key, machine_name, read, to_frame
+from lorabench.machine import machine_name
+from lorabench.records import Record, append, key, read, to_frame
 
 MEASURED: dict[str, Any] = {
     "case": {"strategy": {"kernel": "gemm", "restore": "reread"}, "blocks": 2, "shapes": [4, 8]},
@@ -240,7 +241,7 @@ class TestFile:
 
 @pytest.fixture(scope="module")
 def found():
-    return records.environment()
+    return machine.environment()
 
 
 class TestEnvironment:
@@ -263,7 +264,7 @@ class TestEnvironment:
         assert set(found) == set(asked.split()), "is the new one free of names and paths?"
 
     def test_a_package_that_is_not_installed_has_no_version(self):
-        assert records._version("lorabench-has-no-such-package") is None
+        assert machine._version("lorabench-has-no-such-package") is None
 
     @pytest.mark.parametrize(
         ("cpu", "cores", "capability", "gpu", "label"),
@@ -281,12 +282,12 @@ class TestEnvironment:
         ],
     )
     def test_a_machine_has_one_short_label(self, cpu, cores, capability, gpu, label, monkeypatch):
-        monkeypatch.setattr(records, "_cpu_model", lambda: cpu)
+        monkeypatch.setattr(machine, "_cpu_model", lambda: cpu)
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores), raising=False)
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: gpu)
-        assert machine_name(records.environment()) == label
+        assert machine_name(machine.environment()) == label
 
     def test_a_figure_from_elsewhere_may_name_no_machine(self):
         assert machine_name({}) == "unknown"
@@ -298,10 +299,10 @@ class TestGitCommit:
         """A checkout whose package holds this module, and git to change it with."""
         package = tmp_path / "checkout" / "lorabench"
         package.mkdir(parents=True)
-        (package / "records.py").write_text("as committed")
+        (package / "machine.py").write_text("as committed")
         (tmp_path / "checkout" / "data" / "records").mkdir(parents=True)
         (tmp_path / "checkout" / "data" / "records" / "a.jsonl").write_text("as committed")
-        monkeypatch.setattr(records, "__file__", str(package / "records.py"))
+        monkeypatch.setattr(machine, "__file__", str(package / "machine.py"))
         monkeypatch.chdir(tmp_path)
 
         def run(*arguments: str) -> str:
@@ -313,35 +314,35 @@ class TestGitCommit:
         return run
 
     def test_outside_a_checkout_it_is_unknown(self, git):
-        assert records.git_commit() == "unknown"
+        assert machine.git_commit() == "unknown"
 
     def test_inside_a_checkout_of_something_else_it_is_unknown(self, git):
         git("commit", "-q", "--allow-empty", "-m", "something else")
-        assert records.git_commit() == "unknown"
+        assert machine.git_commit() == "unknown"
 
     def test_it_is_the_commit_and_tells_of_changed_code(self, git, monkeypatch):
         git("add", ".")
         git("commit", "-q", "-m", "first")
         commit = git("rev-parse", "HEAD")[:12]
-        assert records.git_commit() == commit
+        assert machine.git_commit() == commit
 
-        data = Path(records.__file__).parents[1] / "data" / "records"
+        data = Path(machine.__file__).parents[1] / "data" / "records"
         (data / "a.jsonl").write_text("one more record")
         (data / "b.jsonl").write_text("a new file")
-        assert records.git_commit() == commit, "records being collected aren't changes of the code"
+        assert machine.git_commit() == commit, "records being collected aren't changes of the code"
 
         monkeypatch.setenv("GIT_DIR", "elsewhere")
-        assert records.git_commit() == commit, "a hook's variables don't lead astray"
+        assert machine.git_commit() == commit, "a hook's variables don't lead astray"
         monkeypatch.delenv("GIT_DIR")
 
-        Path(records.__file__).write_text("changed")
-        assert records.git_commit() == f"{commit}+dirty"
+        Path(machine.__file__).write_text("changed")
+        assert machine.git_commit() == f"{commit}+dirty"
 
     def test_without_git_it_is_unknown(self, git, monkeypatch, tmp_path):
         git("add", ".")
         git("commit", "-q", "-m", "first")
         monkeypatch.setenv("PATH", str(tmp_path))
-        assert records.git_commit() == "unknown"
+        assert machine.git_commit() == "unknown"
 
 
 class TestFrame:
