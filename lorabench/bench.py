@@ -341,7 +341,13 @@ def kernels_case(
 
     A contender that would take longer than the budget on a whole weight gets its first rows.
     """
-    what = {"bench": "kernels", **subject.what(), "role": role}
+    what = {
+        "bench": "kernels",
+        **subject.what(),
+        "role": role,
+        "contenders": list(contenders),
+        "budget_seconds": budget_seconds,
+    }
     return Case(what, _kernels, (subject, role, tuple(contenders), budget_seconds))
 
 

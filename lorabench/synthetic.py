@@ -71,6 +71,7 @@ def synthesize(
             raise ConfigError(
                 f"adapter name '{name}' must be an identifier other than 'base', and given once"
             )
+    pairs = list(geometry.adapter_tensors()) if adapters else []
     files = Files.inside(folder, adapters)
     paths = [files.base, *files.adapters.values()]
     if not overwrite and (existing := [path for path in paths if path.exists()]):
@@ -98,8 +99,7 @@ def synthesize(
     write(files.base, geometry.tensors, WEIGHT_STD, geometry=geometry.name, seed=str(seed))
     rank = str(geometry.rank)
     for path in files.adapters.values():
-        specs = list(geometry.adapter_tensors())
-        write(path, specs, None, lora_rank=rank, lora_alpha=rank, seed=str(seed))
+        write(path, pairs, None, lora_rank=rank, lora_alpha=rank, seed=str(seed))
     return files
 
 
@@ -138,10 +138,10 @@ def sample_weights(
     geometry = load_geometry("ltx-2.5-22b", shrink=SIZES[size].shrink).cut(SIZES[size].blocks)
     folder = Path(folder) / f"{geometry.name}-{size}"
     files = Files.inside(folder, adapters)
+    if files.base.exists() and Checkpoint.open(files.base).tensors != geometry.tensors:
+        raise FileError(f"{files.base}: holds other weights than size '{size}'; remove {folder}")
     if not all(path.exists() for path in (files.base, *files.adapters.values())):
         return synthesize(folder, geometry, adapters, overwrite=True)
-    if Checkpoint.open(files.base).tensors != geometry.tensors:
-        raise FileError(f"{files.base}: holds other weights than size '{size}'; remove {folder}")
     return files
 
 

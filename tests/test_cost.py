@@ -1,9 +1,11 @@
 """Predictions are arithmetic on headers, and what a run counts is what was predicted."""
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import astuple
 
 import pytest
+import torch
 
 from lorabench.adapter import Adapter
 from lorabench.checkpoint import Checkpoint
@@ -136,38 +138,54 @@ def small(tmp_path_factory):
     return geometry, base, {r: Adapter.open(p, base.tensors) for r, p in files.adapters.items()}
 
 
-def bindings(name: str) -> list[Recipe]:
-    """A recipe with its required roles, and with all."""
-    recipe = load_recipe(name)
-    return [recipe.bind(), recipe.bind({role.name: 0.8 for role in recipe.roles})]
+def bound_recipes() -> Iterator[Recipe]:
+    """Every shipped recipe with its required roles, and with all."""
+    for recipe in map(load_recipe, recipe_names()):
+        yield recipe.bind()
+        yield recipe.bind({role.name: 0.8 for role in recipe.roles})
 
 
-def plans(recipe: Recipe) -> set[tuple[Action, ...]]:
-    """The plans of every strategy, kernels and restores aside."""
+def all_plans() -> set[tuple[tuple[str, ...], tuple[Action, ...]]]:
+    """The bound roles and the actions of every recipe under every strategy, each once.
+
+    The kernel and the restore make no difference to a plan.
+    """
     fields = ("load", "leave", "order")
+    points = list(itertools.product(*(STRATEGY_VALUES[field] for field in fields)))
     return {
-        plan(recipe, Strategy(**dict(zip(fields, values, strict=True))), renders=2)
-        for values in itertools.product(*(STRATEGY_VALUES[field] for field in fields))
+        (tuple(role.name for role in recipe.roles), plan(recipe, strategy, renders=2))
+        for recipe in bound_recipes()
+        for strategy in (Strategy(**dict(zip(fields, point, strict=True))) for point in points)
     }
 
 
+@pytest.fixture
+def one_thread():
+    """Keep torch from starting threads for products that are too small for them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("restore", EXECUTABLE)
-@pytest.mark.parametrize("name", recipe_names())
-def test_every_plan_takes_the_work_that_was_predicted(small, name, restore):
+def test_every_plan_takes_the_work_that_was_predicted(small, restore):
     geometry, base, adapters = small
     base_bytes = geometry.counts().tensor_bytes
-    for recipe in bindings(name):
-        roles = [role.name for role in recipe.roles]
+    plans = all_plans()
+    assert len(plans) > 50
+    for roles, actions in plans:
         touches = touches_of(geometry, roles)
         bound = {role: adapters[role] for role in roles}
-        for actions in plans(recipe):
-            weights = ResidentWeights(base, bound, kernel="reference", restore=restore)
-            done = list(walk(actions, weights))
-            assert [action for action, _ in done] == list(actions)
-            for action, work in done:
-                assert work == predict_work(action, touches, base_bytes, restore), action
+        weights = ResidentWeights(base, bound, kernel="reference", restore=restore)
+        done = list(walk(actions, weights))
+        assert [action for action, _ in done] == list(actions)
+        for action, work in done:
+            assert work == predict_work(action, touches, base_bytes, restore), action
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("preset", STRATEGIES)
 def test_every_preset_takes_the_work_that_was_predicted_on_a_block(
     geometry, base, adapters, preset

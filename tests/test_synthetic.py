@@ -134,7 +134,7 @@ def test_a_name_that_is_no_files_is_refused(geometry, tmp_path, name):
 
 
 def test_one_name_twice_is_refused(geometry, tmp_path):
-    with pytest.raises(ConfigError, match="'user' must be .* given once"):
+    with pytest.raises(ConfigError, match=r"'user' must be .* given once"):
         synthesize(tmp_path, geometry, ["user", "user"])
 
 
