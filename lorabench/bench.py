@@ -1,10 +1,9 @@
 """Cases of measurement: run each alone, check its bits, then record its times.
 
 A case is a module-level function and its arguments, and ``what`` names it in the records. It runs
-in a process of its own, under an observer, and returns results whose bits it has already checked.
+in a process of its own, and returns results whose bits it has already checked.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count
@@ -26,7 +25,7 @@ from lorabench.geometry import Geometry, from_tensors
 from lorabench.kernels import Scratch, get_kernel
 from lorabench.kernels.scratch import product_dtype
 from lorabench.machine import environment, git_commit, machine_name
-from lorabench.measure import Observation, Observer, Samples, time_boxed, time_once
+from lorabench.measure import Observer, Samples, time_boxed, time_once
 from lorabench.peers import fuse_ltx_core
 from lorabench.plan import Action, Denoise, Load, Strategy, plan
 from lorabench.progress import progress
@@ -36,6 +35,7 @@ from lorabench.resident import ResidentWeights
 from lorabench.run import perform
 
 CHECKED_WEIGHTS = 3
+CHECKED_ROWS = 256  # of each: the check must not be the peak of memory that is reported
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ class Result:
     what: Mapping[str, JSON] = field(default_factory=dict)
     counted: Mapping[str, int | float] = field(default_factory=dict)
     details: Mapping[str, JSON] = field(default_factory=dict)
+    peak_private_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -107,15 +108,15 @@ def sweep(cases: Iterable[Case], path: Path) -> list[Record]:
     found: list[Record] = []
     for case in progress(cases, label="measure"):
         ended = [r for r in held if _is_of(r, case)]
-        if not ended or len(ended) < ended[0].details["results"]:
-            results, observation = alone(_observed, case.function, case.arguments)
+        if not ended or len(ended) != ended[0].details.get("results"):
+            results = alone(case.function, *case.arguments)
             ended = [
                 Record(
                     case={**case.what, **result.what},
                     seconds=result.samples.seconds,
                     warmup_seconds=result.samples.warmup_seconds,
                     counted=result.counted,
-                    peak_private_bytes=observation.peak_private_bytes,
+                    peak_private_bytes=result.peak_private_bytes,
                     check=result.check,
                     environment=here,
                     commit=commit,
@@ -132,14 +133,6 @@ def sweep(cases: Iterable[Case], path: Path) -> list[Record]:
 def _is_of(record: Record, case: Case) -> bool:
     mine = {name: value for name, value in record.case.items() if name in case.what}
     return records.key(mine) == records.key(case.what)
-
-
-def _observed(
-    function: Callable[..., Sequence[Result]], arguments: tuple[Any, ...]
-) -> tuple[Sequence[Result], Observation]:
-    with Observer() as observer:
-        results = function(*arguments)
-    return results, observer.observation
 
 
 # A plan, action by action
@@ -176,7 +169,11 @@ def _walk(subject: Subject, recipe: Recipe, strategy: Strategy, renders: int) ->
     for index, action in enumerate(plan(recipe, strategy, renders)):
         laps = _Laps(geometry, weights.device)
         work = []
-        seconds = time_once(lambda: work.append(perform(action, weights, laps)), weights.device)  # noqa: B023
+        with Observer() as observer:  # of the action alone: checking takes memory too
+            seconds = time_once(
+                lambda: work.append(perform(action, weights, laps)),  # noqa: B023
+                weights.device,
+            )
         if isinstance(action, Denoise):
             continue
         details = {"globals_seconds": laps.globals_seconds, "block_seconds": laps.block_seconds}
@@ -186,7 +183,7 @@ def _walk(subject: Subject, recipe: Recipe, strategy: Strategy, renders: int) ->
                 f"{recipe.name}, action {index}: state '{weights.state}' has other bits than "
                 f"the last time ({found}, not {digests[weights.state]})"
             )
-        if not same:
+        if not same and weights.state == BASE:
             details["wrong_share"] = _wrong_share(weights)
         results.append(
             Result(
@@ -195,6 +192,7 @@ def _walk(subject: Subject, recipe: Recipe, strategy: Strategy, renders: int) ->
                 what={"index": index, "action": action.kind, **_action_fields(action)},
                 counted=asdict(work[0]),
                 details=details,
+                peak_private_bytes=observer.observation.peak_private_bytes,
             )
         )
     sums = check_against_reference(weights) if exact else "last state not compared: inexact"
@@ -253,11 +251,9 @@ class _Streamed(Mapping[str, Tensor]):
 
 
 def _wrong_share(weights: ResidentWeights) -> float:
-    """Return the share of touched weights whose bits aren't those of a fresh load of the state."""
-    fresh = ResidentWeights(weights.base, weights.adapters, device=weights.device)
-    fresh.load(weights.state)
+    """Return the share of touched weights that, back in the base state, don't have its bits."""
     touched = {target.weight.name for targets in weights.touches.values() for target in targets}
-    wrong = sum(int((fresh.tensors[n] != weights.tensors[n]).sum()) for n in touched)
+    wrong = sum(int((weights.base.read(n) != weights.tensors[n].cpu()).sum()) for n in touched)
     return wrong / sum(weights.tensors[n].numel() for n in touched)
 
 
@@ -286,13 +282,13 @@ def check_against_reference(weights: ResidentWeights) -> str:
     )
     shares = []
     for name in chosen:
+        rows = slice(CHECKED_ROWS)
         terms = [
-            Term(Pair(term.pair.a.cpu(), term.pair.b.cpu(), term.pair.scale), term.strength)
-            for term in touched[name]
+            Term(Pair(pair.a.cpu(), pair.b[rows].cpu(), pair.scale), strength)
+            for pair, strength in touched[name]
         ]
-        shares.append(
-            compare(weights.tensors[name].cpu(), weights.base.read(name), terms, where=name)
-        )
+        fused, base = weights.tensors[name][rows].cpu(), weights.base.read(name)[rows]
+        shares.append(compare(fused, base, terms, where=name))
     return f"{len(shares)} weights within the reference's bound, {max(shares):.1e} of values differ"
 
 
@@ -369,12 +365,16 @@ def _kernels(
             seconds = time_once(lambda: kernel(weight, terms, scratch), device)
         return seconds, fused[0]
 
-    out, rows, warm = len(base), {}, {}
+    rows, warm = {}, {}
     for contender in contenders:
-        fuse(contender, 8)  # compiles, and grows the scratch
-        seconds, _ = fuse(contender, 8)
-        rows[contender] = min(out, max(8, math.floor(8 * budget_seconds / seconds)))
-        warm[contender] = fuse(contender, rows[contender])[0]
+        fuse(contender, 8)  # compiles
+        rows[contender], seconds = 8, 0.0
+        while True:
+            seconds, _ = fuse(contender, rows[contender])
+            if rows[contender] == len(base) or 2 * seconds > budget_seconds:
+                break
+            rows[contender] = min(2 * rows[contender], len(base))
+        warm[contender] = seconds
     samples: dict[str, list[float]] = {contender: [] for contender in contenders}
     last: dict[str, Tensor] = {}
     for _ in range(rounds):
@@ -457,6 +457,7 @@ def _loop(subject: Subject, role: str, budget_seconds: float) -> Sequence[Result
             check=f"first {rows} rows within the reference's bound, {share:.1e} of values differ",
             what={"module": module, "rank": pair.a.shape[0]},
             counted={"flops": flops, "widened_bytes": sum(w.nbytes for w in widened)},
+            peak_private_bytes=seen.peak_private_bytes,
             details={
                 "progress": done,
                 "memory": [

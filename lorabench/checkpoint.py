@@ -153,7 +153,7 @@ class Checkpoint:
         if tensor.device.type != "cpu":
             tensor.copy_(self.read(name))
             return
-        view = memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+        view = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
         if _stamp(file) != self.stamps[file]:
             raise FileError(f"{file}: changed since it was opened; open it again")
         try:
@@ -284,7 +284,7 @@ def torch_dtype(dtype: str) -> "torch.dtype":
 def _bytes_of(tensor: "torch.Tensor") -> memoryview:
     import torch
 
-    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _stat(path: Path, *, folder: bool = False) -> os.stat_result | None:
@@ -375,20 +375,20 @@ def _parse_entry(path: Path, name: str, value: Any) -> tuple[TensorSpec, int]:
     def whole(number: Any) -> bool:
         return type(number) is int and 0 <= number < 2**63
 
+    malformed = FileError(
+        f"{path}: tensor '{name}': expected dtype, shape and data_offsets, found {value!r}"
+    )
     try:
         dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
-        well_formed = (
-            isinstance(dtype, str)
-            and isinstance(shape, list)
-            and all(map(whole, [*shape, begin, end]))
-            and whole(prod(max(size, 1) for size in shape))
-        )
     except (TypeError, KeyError, ValueError):
-        well_formed = False
-    if not well_formed:
-        raise FileError(
-            f"{path}: tensor '{name}': expected dtype, shape and data_offsets, found {value!r}"
-        )
+        raise malformed from None
+    if not (
+        isinstance(dtype, str)
+        and isinstance(shape, list)
+        and all(map(whole, [*shape, begin, end]))
+        and whole(prod(max(size, 1) for size in shape))
+    ):
+        raise malformed
     if dtype not in DTYPE_BYTES:
         raise FileError(
             f"{path}: tensor '{name}': dtype '{dtype}' is not supported; "

@@ -4,7 +4,8 @@ Each provenance is drawn in its own way: measured solid, derived hatched, predic
 published as an open diamond, so that nothing extrapolated passes for a measurement.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -31,7 +32,7 @@ def rates(frame: pd.DataFrame) -> go.Figure:
         Columns ``contender``, ``gflops_per_s``, ``provenance``, ``machine``.
     """
     figure = go.Figure()
-    for provenance, rows in frame.groupby("provenance", sort=False):
+    for (provenance,), rows in _groups(frame, "provenance"):
         labels = [f"{value:.3g}" for value in rows.gflops_per_s]
         if provenance == "published":
             figure.add_scatter(
@@ -41,7 +42,7 @@ def rates(frame: pd.DataFrame) -> go.Figure:
                 marker={"symbol": "diamond-open", "size": 12, "color": COLOURS["load"]},
                 text=labels,
                 textposition="middle right",
-                name=str(provenance),
+                name=provenance,
                 customdata=rows.machine,
                 hovertemplate="%{x:.3g} GFLOP/s on %{customdata}<extra>published</extra>",
             )
@@ -50,17 +51,17 @@ def rates(frame: pd.DataFrame) -> go.Figure:
                 x=rows.gflops_per_s,
                 y=rows.contender,
                 orientation="h",
-                marker={"color": SERIES[0], "pattern": {"shape": PATTERNS[str(provenance)]}},
+                marker={"color": SERIES[0], "pattern": {"shape": PATTERNS[provenance]}},
                 text=labels,
                 textposition="outside",
                 cliponaxis=False,
-                name=str(provenance),
+                name=provenance,
                 customdata=rows.machine,
                 hovertemplate="%{x:.3g} GFLOP/s on %{customdata}<extra></extra>",
             )
     figure.update_xaxes(title="GFLOP/s (log)", **_decades(frame.gflops_per_s))
     figure.update_yaxes(autorange="reversed")
-    told = "; ".join(f"{r.contender} {r.gflops_per_s:.3g}" for r in frame.itertuples())
+    told = _tell("{contender} {gflops_per_s:.3g}", frame)
     return _finish(figure, "Rate of B @ A by kernel", f"Bars of GFLOP/s on a log axis: {told}.")
 
 
@@ -109,8 +110,8 @@ def stacked_seconds(frame: pd.DataFrame, title: str, *, log: bool = False) -> go
         frame = frame.assign(part="fuse")
     figure = go.Figure()
     named = set()
-    for (part, provenance), rows in frame.groupby(["part", "provenance"], sort=False):
-        name = str(provenance) if log else str(part)
+    for (part, provenance), rows in _groups(frame, "part", "provenance"):
+        name = provenance if log else part
         figure.add_bar(
             y=rows.lane,
             x=rows.seconds,
@@ -119,8 +120,8 @@ def stacked_seconds(frame: pd.DataFrame, title: str, *, log: bool = False) -> go
             legendgroup=name,
             showlegend=name not in named,
             marker={
-                "color": SERIES[0] if log else COLOURS[str(part)],
-                "pattern": {"shape": PATTERNS[str(provenance)]},
+                "color": SERIES[0] if log else COLOURS[part],
+                "pattern": {"shape": PATTERNS[provenance]},
             },
             text=[_duration(s) for s in rows.seconds] if log else None,
             textposition="outside" if log else None,
@@ -160,11 +161,11 @@ def timelines(frame: pd.DataFrame, title: str) -> go.Figure:
     recipes = list(dict.fromkeys(frame.recipe))
     owners: list[str] = []
     for row, panel in enumerate(panels, start=1):
-        of_panel = frame[frame.panel == panel]
+        of_panel = frame.loc[frame.panel == panel]
         size, unit = _unit((of_panel.start + of_panel.seconds).max())
-        for (recipe, part), rows in of_panel.groupby(["recipe", "part"], sort=False):
-            owners.append(str(recipe))
-            figure.add_trace(_timeline_trace(rows, str(part), size), row=row, col=1)
+        for (recipe, part), rows in _groups(of_panel, "recipe", "part"):
+            owners.append(recipe)
+            figure.add_trace(_timeline_trace(rows, part, size), row=row, col=1)
         figure.update_xaxes(title=unit, rangemode="tozero", row=row, col=1)
         figure.update_yaxes(categoryorder="array", categoryarray=lanes[panel][::-1], row=row, col=1)
     _choose(figure, owners, recipes)
@@ -209,20 +210,16 @@ def _timeline_trace(rows: pd.DataFrame, part: str, size: float) -> go.Bar | go.S
 
 def _choose(figure: go.Figure, owners: Sequence[str], choices: Sequence[str]) -> None:
     """Show the first choice's traces, each name once in the legend, and a menu for the others."""
+    traces = cast("tuple[go.Bar | go.Scatter, ...]", figure.data)
     buttons = []
     for choice in choices:
         visible = [owner == choice for owner in owners]
-        named: set[str] = set()
-        legend = []
-        for trace, shown in zip(figure.data, visible, strict=True):
-            legend.append(shown and trace.name not in named)
-            named |= {trace.name} if shown else set()
+        shown = [str(t.name) if v else None for t, v in zip(traces, visible, strict=True)]
+        legend = [name is not None and name not in shown[:i] for i, name in enumerate(shown)]
         args = [{"visible": visible, "showlegend": legend}]
         buttons.append({"label": choice, "method": "restyle", "args": args})
     first = buttons[0]["args"][0]
-    for trace, visible, legend in zip(
-        figure.data, first["visible"], first["showlegend"], strict=True
-    ):
+    for trace, visible, legend in zip(traces, first["visible"], first["showlegend"], strict=True):
         trace.update(visible=visible, showlegend=legend)
     menu = {"buttons": buttons, "x": 1, "xanchor": "right", "y": 1.08, "yanchor": "bottom"}
     figure.update_layout(updatemenus=[menu])
@@ -240,7 +237,7 @@ def cost_per_rebind(frame: pd.DataFrame, title: str) -> go.Figure:
     symbols = {"measured": "circle", "derived": "circle-open", "predicted": "circle-dot",
                "published": "diamond-open"}  # fmt: skip
     ways = list(dict.fromkeys(frame.way))
-    for (way, provenance), rows in frame.groupby(["way", "provenance"], sort=False):
+    for (way, provenance), rows in _groups(frame, "way", "provenance"):
         figure.add_scatter(
             x=rows.seconds,
             y=[
@@ -250,18 +247,18 @@ def cost_per_rebind(frame: pd.DataFrame, title: str) -> go.Figure:
             mode="markers",
             name=f"{way} ({provenance})",
             marker={
-                "symbol": symbols[str(provenance)],
+                "symbol": symbols[provenance],
                 "size": 12,
-                "color": SERIES[ways.index(str(way)) % len(SERIES)],
+                "color": SERIES[ways.index(way) % len(SERIES)],
                 "line": {"width": 2},
             },
             customdata=[_duration(s) for s in rows.seconds],
-            hovertemplate="%{y}: %{customdata}<extra>" + str(way) + "</extra>",
+            hovertemplate="%{y}: %{customdata}<extra>" + way + "</extra>",
         )
     figure.update_xaxes(title="seconds a rebind (log)", **_decades(frame.seconds))
     figure.update_yaxes(autorange="reversed")
-    told = "; ".join(
-        f"{r.recipe} {r.rebind}, {r.way}: {_duration(r.seconds)}" for r in frame.itertuples()
+    told = _tell(
+        "{recipe} {rebind}, {way}: {took}", frame.assign(took=frame.seconds.map(_duration))
     )
     lanes = frame[["recipe", "rebind"]].drop_duplicates()
     return _finish(figure, title, f"Markers on a log axis: {told}.", 200 + 46 * len(lanes))
@@ -294,11 +291,19 @@ def memory_bars(frame: pd.DataFrame) -> go.Figure:
     figure.update_layout(barmode="group")
     figure.update_xaxes(title="GB")
     figure.update_yaxes(autorange="reversed")
-    told = "; ".join(
-        f"{r.lane} {r.measured_gb:.2f} GB, predicted {r.predicted_gb:.2f}"
-        for r in frame.itertuples()
-    )
+    told = _tell("{lane} {measured_gb:.2f} GB, predicted {predicted_gb:.2f}", frame)
     return _finish(figure, "Memory", f"Pairs of bars: {told}.", _height(2 * len(frame)))
+
+
+def _tell(form: str, frame: pd.DataFrame) -> str:
+    """Say each row of a frame in words, for those who can't see the figure."""
+    return "; ".join(form.format(**row) for row in frame.to_dict("records"))
+
+
+def _groups(frame: pd.DataFrame, *by: str) -> Iterator[tuple[tuple[str, ...], pd.DataFrame]]:
+    """Give the rows of each combination of values, in the order in which they first come."""
+    for values, rows in frame.groupby(list(by), sort=False):
+        yield cast(tuple[str, ...], values), rows
 
 
 def _unit(seconds: float) -> tuple[float, str]:
@@ -312,7 +317,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds / size:.3g} {unit}" if seconds else "no time"
 
 
-def _decades(values: Sequence[float] | pd.Series) -> dict[str, object]:
+def _decades(values: Iterable[float]) -> dict[str, Any]:
     """Return a log axis over whole decades, with room for a label at its end."""
     from math import ceil, floor, log10
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 from safetensors.torch import save_file
 
 from lorabench.adapter import Adapter
@@ -12,7 +13,17 @@ from lorabench.checkpoint import Checkpoint
 from lorabench.geometry import load_geometry
 from lorabench.synthetic import synthesize
 
+# A loaded machine is slow, and slow is no failure.
+settings.register_profile("lorabench", deadline=None)
+settings.load_profile("lorabench")
+
 ADAPTERS = ("user", "distilled", "detailing")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread():
+    """Keep torch from starting threads for products that are too small for them."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

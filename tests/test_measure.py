@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from lorabench import measure
-from lorabench.errors import AdapterError, ConfigError, LorabenchError, UnavailableError
 from lorabench.alone import alone
+from lorabench.errors import AdapterError, ConfigError, LorabenchError, UnavailableError
 from lorabench.measure import Observer, Samples, private_bytes, time_boxed, time_once
 
 MIB = 1 << 20

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from lorabench import machine, records
 from lorabench.errors import ConfigError, FileError
-from lorabench.measure import Samples
 from lorabench.machine import machine_name
+from lorabench.measure import Samples
 from lorabench.records import Record, append, key, read, to_frame
 
 MEASURED: dict[str, Any] = {

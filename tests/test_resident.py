@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from lorabench import resident
 from lorabench.adapter import Adapter
 from lorabench.checkpoint import Checkpoint
-from lorabench.cost import resident_bytes
+from lorabench.cost import Work, predict_work, resident_bytes
 from lorabench.digest import digest
 from lorabench.errors import (
     AdapterError,
@@ -29,6 +29,7 @@ from lorabench.errors import (
 )
 from lorabench.fuse import Term, reference_delta, reference_fuse
 from lorabench.kernels import KERNELS
+from lorabench.plan import Action, Load, Rebind
 from lorabench.recipe import BASE, State
 from lorabench.resident import ResidentWeights
 
@@ -144,14 +145,21 @@ STATES = st.lists(
 )
 def test_any_walk_ends_in_the_bits_of_a_fresh_load(model, fresh, kernel, restore, first, then):
     weights = model.resident(kernel, restore)
-    weights.load(first)
+    base_bytes = sum(spec.nbytes for spec in model.base.tensors)
+
+    def predicted(action: Action) -> Work:
+        return predict_work(action, weights.touches, base_bytes, restore)
+
+    assert weights.load(first) == predicted(Load(first))
     for action, state in then:
-        getattr(weights, action)(state)
+        if action == "load":
+            assert weights.load(state) == predicted(Load(state))
+        elif state != (before := weights.state):
+            assert weights.rebind(state) == predicted(Rebind(before, state, 0, 0, True))
         assert weights.state == state
         assert weights.digest() == fresh(kernel, state)
-    last = weights.state
     if kernel == "reference":
-        for name, expected in model.expected(last).items():
+        for name, expected in model.expected(weights.state).items():
             assert torch.equal(bits(weights.tensors[name]), bits(expected)), name
 
 

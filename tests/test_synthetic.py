@@ -16,6 +16,7 @@ from lorabench.errors import ConfigError, FileError
 from lorabench.geometry import TensorSpec, from_tensors, load_geometry
 from lorabench.synthetic import SIZES, WEIGHT_STD, Files, sample_weights, synthesize
 
+PREFIX = "model.diffusion_model.transformer_blocks.0"
 SMALL = load_geometry("ltx-2.5-22b", shrink=32)
 
 
@@ -32,6 +33,12 @@ def test_one_seed_gives_one_files_bytes(files, geometry, tmp_path):
 def test_another_seed_gives_other_weights(files, base, geometry, tmp_path):
     other = Checkpoint.open(synthesize(tmp_path, geometry, (), seed=8).base)
     assert not any(torch.equal(base.read(name), other.read(name)) for name in base.entries)
+
+
+def test_tensors_of_one_shape_differ_from_each_other(base):
+    q, k, v = (base.read(f"{PREFIX}.attn1.to_{half}.weight") for half in "qkv")
+    assert not torch.equal(q, k)
+    assert not torch.equal(k, v)
 
 
 def test_adapters_differ_from_each_other_and_factors_from_each_other(adapters):

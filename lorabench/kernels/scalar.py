@@ -5,6 +5,8 @@ from bf16 inside the multiply; A is read with a stride of ``in`` elements; the d
 bf16 and a second loop adds it to the weight. One thread. It holds no lock while it runs, so that
 an observer in the same process can sample it.
 """
+# pyright: basic, reportCallIssue=false, reportArgumentType=false
+# numba compiles these functions: they take and give numbers of its types, which Python has none of.
 
 from collections.abc import Sequence
 
