@@ -151,12 +151,12 @@ def timelines(frame: pd.DataFrame, title: str) -> go.Figure:
     """
     panels = list(dict.fromkeys(frame.panel))
     lanes = {panel: list(dict.fromkeys(frame[frame.panel == panel].lane)) for panel in panels}
-    height = 150 * len(panels) + 34 * sum(map(len, lanes.values()))
+    height = 180 * len(panels) + 34 * sum(map(len, lanes.values()))
     figure = make_subplots(
         rows=len(panels),
         subplot_titles=panels,
         row_heights=[len(lanes[panel]) for panel in panels],
-        vertical_spacing=100 / height,
+        vertical_spacing=130 / height,
     )
     recipes = list(dict.fromkeys(frame.recipe))
     owners: list[str] = []
@@ -248,8 +248,8 @@ def cost_per_rebind(frame: pd.DataFrame, title: str) -> go.Figure:
             name=f"{way} ({provenance})",
             marker={
                 "symbol": symbols[provenance],
-                "size": 12,
-                "color": SERIES[ways.index(way) % len(SERIES)],
+                "size": 20 - 5 * ways.index(way),  # equal costs show as rings in one another
+                "color": SERIES[ways.index(way)],
                 "line": {"width": 2},
             },
             customdata=[_duration(s) for s in rows.seconds],

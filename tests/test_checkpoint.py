@@ -49,7 +49,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(model=MODELS, metadata=METADATA)
 def test_what_the_safetensors_library_writes_is_read_bit_for_bit(tmp_path_factory, model, metadata):
     path = tmp_path_factory.mktemp("theirs") / "m.safetensors"
@@ -61,7 +61,7 @@ def test_what_the_safetensors_library_writes_is_read_bit_for_bit(tmp_path_factor
     assert all(same(file.read(name), tensor) for name, tensor in tensors.items())
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(model=MODELS, metadata=METADATA)
 def test_what_is_written_is_read_bit_for_bit_by_the_safetensors_library(
     tmp_path_factory, model, metadata

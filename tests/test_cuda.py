@@ -1,4 +1,4 @@
-"""The same weights on a GPU: bits, digests and restores. `make gpu-check` runs this where one is."""
+"""The same weights on a GPU: bits, digests and restores; `make gpu-check` runs this on one."""
 
 import pytest
 import torch

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lorabench.digest import BLOCK, digest
@@ -50,7 +50,6 @@ def test_vector_arithmetic_gives_what_the_definition_gives_word_by_word(nbytes):
     assert module._sum_bits(tensor) == plain_sum(bytes(tensor.tolist()))
 
 
-@settings(deadline=None)
 @given(data=st.binary(min_size=1, max_size=40), bit=st.integers(0, 319))
 def test_any_single_flipped_bit_changes_it_tail_bytes_included(data, bit):
     one = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -68,7 +67,6 @@ def test_a_flipped_bit_changes_it_in_every_block_of_a_long_tensor(at, bit):
     assert digest({"w": one}) != digest({"w": other})
 
 
-@settings(deadline=None)
 @given(
     words=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=2, max_size=12, unique=True),
     data=st.data(),

@@ -136,7 +136,7 @@ STATES = st.lists(
 ).map(State)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     kernel=st.sampled_from(sorted(KERNELS)),
     restore=st.sampled_from(EXACT),
