@@ -217,7 +217,7 @@ class TestObserver:
         grown = seen.peak_private_bytes - seen.baseline_private_bytes
         assert 60 * MIB < grown < 100 * MIB
         assert seen.baseline_private_bytes > len(before)
-        assert seen.private_bytes[-1] - seen.private_bytes[0] == grown
+        assert seen.private_bytes[-1] - seen.private_bytes[0] > 60 * MIB  # still held at exit
         assert len(block) == 64 * MIB
 
     def test_a_peak_that_is_over_before_the_block_ends_is_seen(self):
