@@ -229,6 +229,17 @@ def write_checkpoint(
     return total
 
 
+def check_room(path: Path, nbytes: int) -> None:
+    """Raise :class:`FileError` if the disk that ``path`` is to be on has no room for ``nbytes``."""
+    folder = next(parent for parent in path.absolute().parents if os.path.isdir(parent))  # noqa: PTH112 - Path.is_dir may raise
+    free = shutil.disk_usage(folder).free
+    if nbytes > free:
+        raise FileError(
+            f"{path}: needs {nbytes:,} bytes, but the disk has {free:,} free; "
+            f"make room or write elsewhere"
+        )
+
+
 @contextmanager
 def replacing(path: Path, nbytes: int) -> Iterator[Path]:
     """Give a temporary name beside ``path``; rename it to ``path`` on success, else remove it.
@@ -240,13 +251,8 @@ def replacing(path: Path, nbytes: int) -> Iterator[Path]:
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
+        check_room(path, nbytes)
         path.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(path.parent).free
-        if nbytes > free:
-            raise FileError(
-                f"{path}: needs {nbytes:,} bytes, but the disk has {free:,} free; "
-                f"make room or write elsewhere"
-            )
         yield partial
         partial.replace(path)
     except OSError as error:

@@ -9,19 +9,16 @@ import subprocess
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from lorabench.records import JSON
+from typing import Any
 
 
-def environment() -> dict[str, JSON]:
+def environment() -> dict[str, Any]:
     """Return the fingerprint of this machine and its software; no host name, user name or path."""
     import psutil
     import torch
 
     cuda = torch.cuda.is_available()
-    found: dict[str, JSON] = {
+    found: dict[str, Any] = {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
@@ -44,9 +41,19 @@ def environment() -> dict[str, JSON]:
     return {"machine": re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-"), **found}
 
 
-def machine_name(environment: Mapping[str, JSON]) -> str:
+def machine_name(environment: Mapping[str, Any]) -> str:
     """Return the machine's short label, as ``amd-epyc-2c-avx2``; ``unknown`` where none is told."""
     return str(environment.get("machine") or "unknown")
+
+
+def available_bytes() -> int | None:
+    """Return the memory that a program could take now; None where the system doesn't say."""
+    try:
+        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+    except OSError:
+        return None
+    free = next((line for line in lines if line.startswith("MemAvailable:")), None)
+    return int(free.split()[1]) * 1024 if free else None
 
 
 def _cpu_model() -> str:
@@ -55,7 +62,7 @@ def _cpu_model() -> str:
     return model[1].strip() if model else platform.processor() or platform.machine()
 
 
-def _short(cpu: JSON) -> str:
+def _short(cpu: str) -> str:
     """Return a CPU's model without marks, clock rate and filler, which differ between kernels."""
     return re.sub(r"\((R|TM)\)|@.*|\b(\d+-Core|CPU|Processor)\b", " ", str(cpu), flags=re.I)
 

@@ -1,7 +1,6 @@
 """Weights in memory, always in exactly one known adapter state."""
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import MappingProxyType
 
 import torch
@@ -14,6 +13,7 @@ from lorabench.digest import digest
 from lorabench.errors import AdapterError, ConfigError, UnavailableError, WeightsLostError
 from lorabench.fuse import Pair, Term
 from lorabench.kernels import Scratch, get_kernel
+from lorabench.machine import available_bytes
 from lorabench.recipe import BASE, State
 from lorabench.restore import make_restore
 
@@ -269,9 +269,4 @@ def _available_bytes(device: torch.device) -> int | None:
     """Return free memory on a device; None where the system doesn't say."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
-    except OSError:
-        return None
-    free = next((line for line in lines if line.startswith("MemAvailable:")), None)
-    return int(free.split()[1]) * 1024 if free else None
+    return available_bytes()

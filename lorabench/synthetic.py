@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lorabench.checkpoint import Checkpoint, torch_dtype, write_checkpoint
-from lorabench.errors import ConfigError, FileError, did_you_mean
+from lorabench.checkpoint import Checkpoint, check_room, torch_dtype, write_checkpoint
+from lorabench.errors import ConfigError, FileError, UnavailableError, did_you_mean
 from lorabench.geometry import Geometry, TensorSpec, load_geometry
+from lorabench.machine import available_bytes
 from lorabench.progress import progress
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ def synthesize(
     ConfigError
         A name that can't be a file's, twice the same, or a ratio that isn't positive.
     FileError
-        A file exists already (nothing is written then), or can't be written.
+        A file exists already or the disk has no room for all (nothing is written then), or a file
+        can't be written.
     """
     if not 0 < ratio < float("inf"):
         raise ConfigError(f"ratio must be a positive number, found {ratio}")
@@ -76,6 +78,7 @@ def synthesize(
     paths = [files.base, *files.adapters.values()]
     if not overwrite and (existing := [path for path in paths if path.exists()]):
         raise FileError(f"{existing[0]}: exists already; choose another folder or --overwrite")
+    check_room(files.base, _tensor_bytes(geometry, adapters))
 
     def write(path: Path, specs: Sequence[TensorSpec], std: float | None, **metadata: str) -> None:
         def make(spec: TensorSpec) -> "torch.Tensor":
@@ -115,7 +118,7 @@ class Size:
 SIZES = {
     "tiny": Size(2, 16, "two blocks at a 16th of the width: seconds, for tests"),
     "laptop": Size(2, 1, "two blocks at the real width: minutes, 8 GB of memory"),
-    "full": Size(48, 1, "all 48 blocks, without the connectors: 51 GB on disk and in memory"),
+    "full": Size(48, 1, "all 48 blocks, without the connectors: 47 GB on disk and in memory"),
 }
 
 
@@ -130,6 +133,8 @@ def sample_weights(
         No such size.
     FileError
         The disk has no room, or the folder holds other weights under these names.
+    UnavailableError
+        The machine's free memory can't hold them; nothing is written.
     """
     if size not in SIZES:
         raise ConfigError(
@@ -140,9 +145,20 @@ def sample_weights(
     files = Files.inside(folder, adapters)
     if files.base.exists() and Checkpoint.open(files.base).tensors != geometry.tensors:
         raise FileError(f"{files.base}: holds other weights than size '{size}'; remove {folder}")
+    need, have = _tensor_bytes(geometry, adapters), available_bytes()
+    if have is not None and need > have:
+        raise UnavailableError(
+            f"size '{size}' needs {need:,} bytes of memory, {have:,} are free; choose a smaller "
+            f"size"
+        )
     if not all(path.exists() for path in (files.base, *files.adapters.values())):
         return synthesize(folder, geometry, adapters, overwrite=True)
     return files
+
+
+def _tensor_bytes(geometry: Geometry, adapters: Sequence[str]) -> int:
+    counts = geometry.counts()
+    return counts.tensor_bytes + len(adapters) * (counts.adapter_tensor_bytes or 0)
 
 
 def _factor_std(spec: TensorSpec, ratio: float) -> float:

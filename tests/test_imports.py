@@ -26,16 +26,17 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "digest": set(),
     "resident": {
         "recipe", "adapter", "fuse", "kernels", "restore", "checkpoint", "digest", "cost",
+        "machine",
     },
     "run": {"plan", "resident", "cost"},
     # around it
-    "synthetic": {"geometry", "checkpoint", "adapter", "progress"},
+    "synthetic": {"geometry", "checkpoint", "machine", "progress"},
     "progress": set(),
     # measuring
     "measure": set(),
     "alone": set(),
     "peers": {"fuse"},
-    "machine": {"records"},
+    "machine": set(),
     "records": {"machine"},
     "derive": {"cost", "geometry", "plan", "recipe", "records"},
     "bench": ANY,

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import shutil
 import weakref
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from safetensors import safe_open
 
 from lorabench import synthetic
 from lorabench.checkpoint import Checkpoint
-from lorabench.errors import ConfigError, FileError
+from lorabench.errors import ConfigError, FileError, UnavailableError
 from lorabench.geometry import TensorSpec, from_tensors, load_geometry
 from lorabench.synthetic import SIZES, WEIGHT_STD, Files, sample_weights, synthesize
 
@@ -206,3 +207,24 @@ def test_sample_weights_do_not_take_other_weights_for_theirs(tmp_path):
     (folder / "distilled.safetensors").unlink()
     with pytest.raises(FileError, match=f"^{files.base}: holds other weights"):
         sample_weights(tmp_path, "tiny")
+
+
+def test_a_size_that_memory_cannot_hold_is_refused_before_anything_is_written(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(synthetic, "available_bytes", lambda: 40_000_000_000)
+    with pytest.raises(UnavailableError, match=r"size 'full' needs 46,\d+,\d+,\d+ bytes of memory"):
+        sample_weights(tmp_path, "full")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_room_for_base_and_adapters_together_is_checked_before_the_base_is_written(
+    geometry, tmp_path, monkeypatch
+):
+    counts = geometry.counts()
+    both = counts.tensor_bytes + counts.adapter_tensor_bytes
+    usage = shutil.disk_usage(tmp_path)._replace(free=both - 1)  # enough for either alone
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(FileError, match=f"needs {both:,} bytes, but the disk has {both - 1:,}"):
+        synthesize(tmp_path / "weights", geometry)
+    assert list(tmp_path.iterdir()) == []
