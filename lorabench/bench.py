@@ -29,7 +29,7 @@ from lorabench.measure import Observer, Samples, time_boxed, time_once
 from lorabench.peers import fuse_ltx_core
 from lorabench.plan import Action, Denoise, Load, Strategy, plan
 from lorabench.progress import progress
-from lorabench.recipe import BASE, Recipe
+from lorabench.recipe import BASE, Recipe, State
 from lorabench.records import JSON, Record
 from lorabench.resident import ResidentWeights
 from lorabench.run import perform
