@@ -171,7 +171,7 @@ def _walk(subject: Subject, recipe: Recipe, strategy: Strategy, renders: int) ->
         work = []
         with Observer() as observer:  # of the action alone: checking takes memory too
             seconds = time_once(
-                lambda: work.append(perform(action, weights, laps)),  # noqa: B023
+                lambda: work.append(perform(action, weights, laps.start())),  # noqa: B023
                 weights.device,
             )
         if isinstance(action, Denoise):
@@ -221,9 +221,14 @@ class _Laps:
         self._geometry = geometry
         self._device = device
         self._blocks = max(1, geometry.blocks)
-        self._last = perf_counter()
+        self._last = 0.0
         self.globals_seconds = 0.0
         self.block_seconds = 0.0
+
+    def start(self) -> "_Laps":
+        """Start the clock."""
+        self._last = perf_counter()
+        return self
 
     def __call__(self, name: str) -> None:
         if self._device.type == "cuda":

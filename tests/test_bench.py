@@ -1,0 +1,133 @@
+"""Cases are checked before they are recorded, recorded as they end, and not repeated."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from lorabench import bench, records
+from lorabench.errors import CheckError, ConfigError
+from lorabench.fuse import Pair, Term, reference_fuse
+from lorabench.measure import Samples
+from lorabench.plan import STRATEGIES
+from lorabench.recipe import load_recipe
+
+
+@pytest.fixture
+def subject(files):
+    return bench.Subject(files.base, {"distilled": files.adapters["distilled"]})
+
+
+def two_results(seconds):
+    return [
+        bench.Result(Samples((seconds,)), check="checked", what={"part": part}) for part in "ab"
+    ]
+
+
+def wrong_bits(seconds):
+    raise CheckError("a value is off")
+
+
+def case(function=two_results, **what):
+    return bench.Case({"bench": "made up", **what}, function, (1.5,))
+
+
+def test_a_cases_results_are_recorded_with_where_they_come_from(tmp_path):
+    found = bench.sweep([case(blocks=2)], tmp_path / "r.jsonl")
+    assert records.read(tmp_path / "r.jsonl") == found
+    assert [r.case for r in found] == [
+        {"bench": "made up", "blocks": 2, "part": part} for part in "ab"
+    ]
+    assert {r.provenance for r in found} == {"measured"}
+    assert all(r.environment["machine"] and r.commit for r in found)
+
+
+def test_an_ended_case_is_not_run_again_and_another_is(tmp_path):
+    first = bench.sweep([case(blocks=2)], tmp_path / "r.jsonl")
+    again = bench.sweep([case(blocks=2), case(blocks=3)], tmp_path / "r.jsonl")
+    assert again[:2] == first
+    assert len(records.read(tmp_path / "r.jsonl")) == 4
+
+
+def test_a_case_whose_records_are_not_all_there_is_run_again(tmp_path):
+    path = tmp_path / "r.jsonl"
+    bench.sweep([case()], path)
+    path.write_text(path.read_text().splitlines(keepends=True)[0])
+    assert len(bench.sweep([case()], path)) == 2
+    assert len(records.read(path)) == 3
+
+
+def test_records_of_another_machine_do_not_count_as_ended(tmp_path):
+    path = tmp_path / "r.jsonl"
+    for record in bench.sweep([case()], tmp_path / "mine.jsonl"):
+        records.append(path, dataclasses.replace(record, environment={"machine": "another"}))
+    assert {r.environment["machine"] for r in bench.sweep([case()], path)} != {"another"}
+
+
+def test_what_fails_its_check_is_not_recorded_and_what_ended_before_is_kept(tmp_path):
+    with pytest.raises(CheckError, match="a value is off"):
+        bench.sweep([case(blocks=1), case(wrong_bits, blocks=2)], tmp_path / "r.jsonl")
+    assert {r.case["blocks"] for r in records.read(tmp_path / "r.jsonl")} == {1}
+
+
+def product(seed=0, out=40, in_=56, rank=16):
+    g = torch.Generator().manual_seed(seed)
+    base = (torch.randn(out, in_, generator=g) * 0.02).bfloat16()
+    a, b = torch.randn(rank, in_, generator=g) * 0.1, torch.randn(out, rank, generator=g) * 0.01
+    return base, [Term(Pair(a.bfloat16(), b.bfloat16(), 1.0), 0.8)]
+
+
+def test_the_check_passes_the_reference_itself_and_other_orders_of_summing():
+    base, terms = product()
+    assert bench.compare(reference_fuse(base, terms), base, terms, "m") == 0
+    [pair, strength] = terms[0]
+    turned = [Term(Pair(pair.a.flip(0), pair.b.flip(1), 1.0), strength)]
+    assert bench.compare(reference_fuse(base, turned), base, terms, "m") < 0.1
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.79, 1.6, -0.8])
+def test_the_check_catches_a_wrong_strength(strength):
+    base, [term] = product()
+    wrong = reference_fuse(base, [Term(term.pair, strength)] if strength else [])
+    with pytest.raises(CheckError, match="'m': value"):
+        bench.compare(wrong, base, [term], "m")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1.0])
+def test_the_check_catches_a_single_wrong_value(value):
+    base, terms = product()
+    fused = reference_fuse(base, terms)
+    fused[7, 9] = value
+    with pytest.raises(CheckError, match=f"value {7 * 56 + 9} is"):
+        bench.compare(fused, base, terms, "m")
+
+
+def test_a_walk_records_each_load_and_rebind_of_its_plan(subject, tmp_path):
+    recipe = load_recipe("hq_two_stage")
+    walk = bench.walk_case(subject, recipe, STRATEGIES["fast_kernel"], "fast_kernel", renders=2)
+    found = bench.sweep([walk], tmp_path / "r.jsonl")
+    assert [(r.case["action"], r.case.get("before"), r.case["state"]) for r in found] == [
+        ("load", None, "distilled@0.5"),
+        ("rebind", "distilled@0.5", "distilled@0.25"),
+        ("rebind", "distilled@0.25", "distilled@0.5"),
+        ("rebind", "distilled@0.5", "distilled@0.25"),
+        ("rebind", "distilled@0.25", "distilled@0.5"),
+    ]
+    digests = [r.check.split(";")[0] for r in found]
+    assert digests[0] == digests[2] == digests[4] != digests[1] == digests[3]
+    for r in found:
+        laps = r.details["globals_seconds"] + r.details["block_seconds"] * r.case["blocks"]
+        assert 0 < laps <= r.seconds[0]
+        assert r.peak_private_bytes > 0
+
+
+def test_a_role_that_the_recipe_does_not_have_is_refused_before_anything_runs(files):
+    subject = bench.Subject(files.base, {"user": files.adapters["user"]})
+    with pytest.raises(ConfigError, match="distilled"):
+        bench.walk_case(subject, load_recipe("hq_two_stage"), STRATEGIES["snapshot"], "snapshot")
+
+
+def test_the_scalar_loop_is_refused_on_a_gpu(files):
+    subject = bench.Subject(files.base, {"user": files.adapters["user"]}, device="cuda")
+    with pytest.raises(ConfigError, match="runs on the CPU"):
+        bench.loop_case(subject, "user", 1.0)
