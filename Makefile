@@ -37,7 +37,7 @@ test: setup chromium
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lab: setup
-	$(BIN)/jupyter lab --notebook-dir notebooks
+	$(BIN)/jupyter lab --notebook-dir notebooks $(if $(filter 0,$(shell id -u)),--allow-root)
 
 # The browser test wants a Chromium: the one there is, or Debian's where it may be installed.
 chromium:

@@ -9,7 +9,7 @@ refused by name: a key that is skipped in silence is a wrong picture later.
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,8 +66,8 @@ class Adapter:
     """
 
     file: Checkpoint
-    pairs: tuple[PairEntry, ...]
-    unmatched: tuple[str, ...]
+    pairs: tuple[PairEntry, ...] = field(repr=False)
+    unmatched: tuple[str, ...] = field(repr=False)
     scale: float
     scale_source: str
 
@@ -105,7 +105,8 @@ class Adapter:
             many = f"only {len(pairs)} of {len(halves)}" if pairs else "no"
             raise AdapterError(
                 f"{file.path}: {many} modules match the base; it lacks {_few(unmatched)}; "
-                f"is this adapter for another model, or the base cut to fewer blocks?"
+                f"names are expected with the prefix 'diffusion_model.' or none; is this adapter "
+                f"for another model, or the base cut to fewer blocks?"
             )
         return cls(file, pairs, unmatched, scale, scale_source)
 

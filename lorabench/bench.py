@@ -4,6 +4,7 @@ A case is a module-level function and its arguments, and ``what`` names it in th
 in a process of its own, and returns results whose bits it has already checked.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count
@@ -28,12 +29,12 @@ from lorabench.machine import environment, git_commit, machine_name
 from lorabench.measure import Observer, Samples, time_boxed, time_once
 from lorabench.peers import fuse_ltx_core
 from lorabench.plan import Action, Denoise, Load, Strategy, plan
-from lorabench.progress import progress
 from lorabench.recipe import BASE, Recipe, State
 from lorabench.records import JSON, Record
 from lorabench.resident import ResidentWeights
 from lorabench.run import perform
 
+DISTURBED_CORES = 0.25  # what others may use of the machine before a time says little
 CHECKED_WEIGHTS = 3
 CHECKED_ROWS = 256  # of each: the check must not be the peak of memory that is reported
 
@@ -60,11 +61,12 @@ class Subject:
     def what(self) -> dict[str, JSON]:
         """Return the fields that say in a record what was measured."""
         geometry = self.geometry()
-        params = sum(t.params for t in geometry.tensors)
+        base, adapters = self.open()
         return {
             "geometry": geometry.name,
             "blocks": geometry.blocks,
-            "params": params,
+            "params": sum(t.params for t in geometry.tensors),
+            "files": [base.identity, *(adapter.file.identity for adapter in adapters.values())],
             "device": self.device,
             "product": str(product_dtype(torch.device(self.device))).removeprefix("torch."),
         }
@@ -106,9 +108,13 @@ def sweep(cases: Iterable[Case], path: Path) -> list[Record]:
     held = records.read(path) if path.exists() else []
     held = [r for r in held if machine_name(r.environment) == machine_name(here)]
     found: list[Record] = []
-    for case in progress(cases, label="measure"):
+    for number, case in enumerate(cases, start=1):
         ended = [r for r in held if _is_of(r, case)]
         if not ended or len(ended) != ended[0].details.get("results"):
+            said = " ".join(
+                str(case.what[k]) for k in ("bench", "recipe", "strategy") if k in case.what
+            )
+            _say(f"measure {number} of {len(cases)}: {said}")
             results = alone(case.function, *case.arguments)
             ended = [
                 Record(
@@ -126,8 +132,21 @@ def sweep(cases: Iterable[Case], path: Path) -> list[Record]:
                 for result in results
             ]
             records.append(path, *ended)
+            _warn_if_disturbed(ended)
         found += ended
     return found
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _warn_if_disturbed(ended: Sequence[Record]) -> None:
+    # Weighted by time: CPU time comes in ticks, too coarse for a window of milliseconds.
+    used = sum(float(r.details.get("others_cores", 0)) * sum(r.seconds) for r in ended)  # pyright: ignore[reportArgumentType]
+    others = used / sum(sum(r.seconds) for r in ended)
+    if others > DISTURBED_CORES:
+        _say(f"note: other processes kept {others:.1f} cores busy meanwhile; measure again alone")
 
 
 def _is_of(record: Record, case: Case) -> bool:
@@ -150,6 +169,7 @@ def walk_case(
         "bench": "walk",
         **subject.what(),
         "recipe": recipe.name,
+        "phases": [str(phase.state) for phase in bound.phases],
         "strategy": name,
         **asdict(strategy),
         "renders": renders,
@@ -176,7 +196,13 @@ def _walk(subject: Subject, recipe: Recipe, strategy: Strategy, renders: int) ->
             )
         if isinstance(action, Denoise):
             continue
-        details = {"globals_seconds": laps.globals_seconds, "block_seconds": laps.block_seconds}
+        seen = observer.observation
+        details = {
+            "globals_seconds": laps.globals_seconds,
+            "block_seconds": laps.block_seconds,
+            "baseline_private_bytes": seen.baseline_private_bytes,
+            "others_cores": seen.others_cores,
+        }
         if weights.state == BASE and BASE not in digests and not isinstance(action, Load):
             digests[BASE] = digest(_Streamed(base))  # no load has shown the file's own bits yet
         same = digests.setdefault(weights.state, found := weights.digest()) == found
@@ -194,11 +220,13 @@ def _walk(subject: Subject, recipe: Recipe, strategy: Strategy, renders: int) ->
                 what={"index": index, "action": action.kind, **_action_fields(action)},
                 counted=asdict(work[0]),
                 details=details,
-                peak_private_bytes=observer.observation.peak_private_bytes,
+                peak_private_bytes=seen.peak_private_bytes,
             )
         )
-    sums = check_against_reference(weights) if exact else "last state not compared: inexact"
-    return [replace(result, check=f"{result.check}; {sums}") for result in results]
+    if exact:
+        sums = check_against_reference(weights)
+        results[-1] = replace(results[-1], check=f"{results[-1].check}; {sums}")
+    return results
 
 
 def _action_fields(action: Action) -> dict[str, JSON]:
@@ -336,6 +364,10 @@ def _ulp(values: Tensor) -> Tensor:
 
 CONTENDERS = ("scalar", "ltx_core", "gemm")
 
+KERNEL_SECONDS = {"tiny": 0.05, "laptop": 1.0, "full": 1.0}
+LOOP_SECONDS = {"tiny": 1.0, "laptop": 20.0, "full": 60.0}
+"""How long the notebooks measure, by size: the most for a sample, and the window of the loop."""
+
 
 def kernels_case(
     subject: Subject, role: str, contenders: Sequence[str] = CONTENDERS, budget_seconds: float = 1.0
@@ -384,10 +416,12 @@ def _kernels(
         warm[contender] = seconds
     samples: dict[str, list[float]] = {contender: [] for contender in contenders}
     last: dict[str, Tensor] = {}
-    for _ in range(rounds):
-        for contender in contenders:
-            seconds, last[contender] = fuse(contender, rows[contender])
-            samples[contender].append(seconds)
+    with Observer() as observer:
+        for _ in range(rounds):
+            for contender in contenders:
+                seconds, last[contender] = fuse(contender, rows[contender])
+                samples[contender].append(seconds)
+    others = observer.observation.others_cores
     results = []
     for contender in contenders:
         n = rows[contender]
@@ -397,7 +431,7 @@ def _kernels(
             Result(
                 Samples(tuple(samples[contender]), (warm[contender],)),
                 check="within the reference's summation bound",
-                details={"differing_share": share},
+                details={"differing_share": share, "others_cores": others},
                 what={"contender": contender, "module": module, "rows": n},
                 counted={"flops": 2 * n * pair.a.shape[0] * pair.a.shape[1]},
             )
@@ -468,6 +502,7 @@ def _loop(subject: Subject, role: str, budget_seconds: float) -> Sequence[Result
             peak_private_bytes=seen.peak_private_bytes,
             details={
                 "differing_share": share,
+                "others_cores": seen.others_cores,
                 "progress": done,
                 "memory": [
                     {"seconds": t, "private_bytes": b}

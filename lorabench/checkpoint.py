@@ -5,13 +5,14 @@ eight bytes of header length, a JSON header, then the tensors' bytes without gap
 reads its header and nothing else; torch is imported only when a tensor is.
 """
 
+import hashlib
 import json
 import os
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,9 +61,9 @@ class Checkpoint:
     """
 
     path: Path
-    entries: Mapping[str, Entry]
-    metadata: Mapping[str, str]
-    stamps: Mapping[Path, tuple[int, int]]
+    entries: Mapping[str, Entry] = field(repr=False)
+    metadata: Mapping[str, str] = field(repr=False)
+    stamps: Mapping[Path, tuple[int, int]] = field(repr=False)
 
     @classmethod
     def open(cls, path: str | Path) -> "Checkpoint":
@@ -120,6 +121,12 @@ class Checkpoint:
     def tensors(self) -> tuple[TensorSpec, ...]:
         """Every tensor's name, shape and dtype."""
         return tuple(entry.spec for entry in self.entries.values())
+
+    @property
+    def identity(self) -> str:
+        """A short text that differs for other headers, and for files of another size or time."""
+        told = (list(self.stamps.values()), list(self.tensors), sorted(self.metadata.items()))
+        return hashlib.blake2b(repr(told).encode(), digest_size=6).hexdigest()
 
     def check_unchanged(self) -> None:
         """Raise :class:`FileError` if a file was changed or removed since it was opened."""

@@ -8,6 +8,7 @@ imports them are imported by the commands that need them, when they run.
 import json
 import os
 import traceback
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -72,7 +73,12 @@ app.add_typer(bench, name="bench")
 
 def main() -> None:
     """Run the command line."""
+    warnings.showwarning = _show_warning
     app(prog_name="lorabench")
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    typer.echo(f"note: {message}", err=True)
 
 
 def _print_version(wanted: bool) -> None:

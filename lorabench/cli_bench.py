@@ -133,16 +133,23 @@ def walk(
     as_json: Json = False,
 ) -> None:
     """Carry out a recipe's plan under each strategy, and time every load and rebind."""
+    import torch
+
     from lorabench.arguments import parse_bindings
     from lorabench.bench import walk_case
+    from lorabench.kernels import get_kernel
     from lorabench.plan import parse_strategy
     from lorabench.recipe import load_recipe
+    from lorabench.restore import check_restore
 
     wanted = load_recipe(recipe)
     parsed = {name: parse_strategy(name) for name in strategies}
     required = [role.name for role in wanted.roles if role.required]
     bindings = parse_bindings(adapters or required)
     wanted.bind(dict.fromkeys(bindings, 1.0))  # a mistake shows before weights are written
+    for how in parsed.values():
+        check_restore(how.restore, torch.device(device.value))
+        get_kernel(how.kernel, torch.device(device.value))
     subject = _subject(size, base, bindings, device, scratch, out)
     cases = [walk_case(subject, wanted, how, name, renders) for name, how in parsed.items()]
     _measure(cases, out, as_json)

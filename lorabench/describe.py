@@ -10,13 +10,9 @@ from lorabench.adapter import Adapter, implied_weights
 from lorabench.checkpoint import Checkpoint
 from lorabench.cost import predict_work, touches_of
 from lorabench.geometry import Geometry, TensorSpec, from_tensors
-from lorabench.plan import Strategy, plan
+from lorabench.plan import PLANNED_RESTORES, Strategy, plan
 from lorabench.recipe import Recipe
 from lorabench.synthetic import Files
-
-# Ways of restoring whose cost isn't known beforehand: it depends on the weights' values, or on an
-# implementation that isn't there yet.
-UNPREDICTED_RESTORES = ("residual", "images")
 
 
 def describe_geometry(geometry: Geometry) -> dict[str, Any]:
@@ -133,7 +129,7 @@ def describe_plan(
     base_bytes = sum(tensor.nbytes for tensor in geometry.tensors)
     actions = plan(recipe, strategy, renders)
     work = None
-    if strategy.restore not in UNPREDICTED_RESTORES:
+    if strategy.restore not in PLANNED_RESTORES:
         work = [asdict(predict_work(a, touches, base_bytes, strategy.restore)) for a in actions]
     return {
         "recipe": recipe.name,

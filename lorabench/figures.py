@@ -123,7 +123,7 @@ def stacked_seconds(frame: pd.DataFrame, title: str, *, log: bool = False) -> go
                 "color": SERIES[0] if log else COLOURS[part],
                 "pattern": {"shape": PATTERNS[provenance]},
             },
-            text=[_duration(s) for s in rows.seconds] if log else None,
+            text=[duration(s) for s in rows.seconds] if log else None,
             textposition="outside" if log else None,
             cliponaxis=False,
             hovertemplate=f"%{{y}}: {name} %{{x:.3s}} s<extra>{provenance}</extra>",
@@ -135,7 +135,7 @@ def stacked_seconds(frame: pd.DataFrame, title: str, *, log: bool = False) -> go
     lanes = list(dict.fromkeys(frame.lane))
     figure.update_yaxes(autorange="reversed", categoryorder="array", categoryarray=lanes)
     sums = frame.groupby("lane", sort=False).seconds.sum()
-    told = "; ".join(f"{lane} {_duration(s)}" for lane, s in sums.items())
+    told = "; ".join(f"{lane} {duration(s)}" for lane, s in sums.items())
     return _finish(figure, title, f"Horizontal bars: {told}.", _height(len(lanes)))
 
 
@@ -173,13 +173,13 @@ def timelines(frame: pd.DataFrame, title: str) -> go.Figure:
     ends = (frame.start + frame.seconds).groupby(
         [frame.recipe, frame.panel, frame.lane], sort=False
     )
-    told = "; ".join(f"{', '.join(lane)}: {_duration(s)}" for lane, s in ends.max().items())
+    told = "; ".join(f"{', '.join(lane)}: {duration(s)}" for lane, s in ends.max().items())
     alt = f"Timelines of loads and rebinds by recipe, chosen from a menu. Totals: {told}."
     return _finish(figure, title, alt, height)
 
 
 def _timeline_trace(rows: pd.DataFrame, part: str, size: float) -> go.Bar | go.Scatter:
-    told = [f"{label}, {_duration(s)}" for label, s in zip(rows.label, rows.seconds, strict=True)]
+    told = [f"{label}, {duration(s)}" for label, s in zip(rows.label, rows.seconds, strict=True)]
     if part == "denoise":
         return go.Scatter(
             x=rows.start / size,
@@ -252,14 +252,12 @@ def cost_per_rebind(frame: pd.DataFrame, title: str) -> go.Figure:
                 "color": SERIES[ways.index(way)],
                 "line": {"width": 2},
             },
-            customdata=[_duration(s) for s in rows.seconds],
+            customdata=[duration(s) for s in rows.seconds],
             hovertemplate="%{y}: %{customdata}<extra>" + way + "</extra>",
         )
     figure.update_xaxes(title="seconds a rebind (log)", **_decades(frame.seconds))
     figure.update_yaxes(autorange="reversed")
-    told = _tell(
-        "{recipe} {rebind}, {way}: {took}", frame.assign(took=frame.seconds.map(_duration))
-    )
+    told = _tell("{recipe} {rebind}, {way}: {took}", frame.assign(took=frame.seconds.map(duration)))
     lanes = frame[["recipe", "rebind"]].drop_duplicates()
     return _finish(figure, title, f"Markers on a log axis: {told}.", 200 + 46 * len(lanes))
 
@@ -309,10 +307,11 @@ def _groups(frame: pd.DataFrame, *by: str) -> Iterator[tuple[tuple[str, ...], pd
 def _unit(seconds: float) -> tuple[float, str]:
     """Return the unit that a person would tell these seconds in: its size and its name."""
     units = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"), (1e-3, "milliseconds"))
-    return next((unit for unit in units if seconds >= 2 * unit[0]), units[-1])
+    return next((unit for unit in units if seconds >= unit[0]), units[-1])
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Tell seconds in the unit that a person would."""
     size, unit = _unit(seconds)
     return f"{seconds / size:.3g} {unit}" if seconds else "no time"
 
@@ -331,6 +330,7 @@ def _height(lanes: int) -> int:
 
 
 def _finish(figure: go.Figure, title: str, alt: str, height: int = 450) -> go.Figure:
+    figure.update_yaxes(ticklabelstandoff=6)
     figure.update_layout(
         title=title,
         meta={"alt": alt},

@@ -188,6 +188,9 @@ class Observation:
     stacks
         Samples of the observed thread: stack -> how often it was seen. Frames are
         ``module:function:line``, innermost first.
+    others_cores
+        Cores that other processes kept busy, on average over the window: how far the times taken
+        meanwhile were disturbed.
     """
 
     times: tuple[float, ...]
@@ -195,6 +198,7 @@ class Observation:
     memory_source: str
     thread_cpu: Mapping[str, float]
     stacks: Mapping[tuple[str, ...], int]
+    others_cores: float
 
     @property
     def seconds(self) -> float:
@@ -240,6 +244,7 @@ class Observer:
 
         self._process = psutil.Process()
         self._observed = threading.get_ident()
+        self._busy = _busy_seconds()
         self._start = time.perf_counter()
         self._sample()
         self._cpu_used = dict.fromkeys(self._cpu_total, 0.0)  # what came before isn't ours
@@ -250,7 +255,7 @@ class Observer:
         self._stop.set()
         self._sampler.join()
         self._sample()
-        seconds = self._times[-1]
+        seconds, busy = self._times[-1], _busy_seconds() - self._busy
         self._observation = Observation(
             times=tuple(self._times),
             private_bytes=tuple(self._bytes),
@@ -261,6 +266,7 @@ class Observer:
                 if thread != self._sampler.native_id
             },
             stacks=dict(self._stacks),
+            others_cores=max(0.0, busy - sum(self._cpu_used.values())) / seconds,
         )
         if self._failure is not None and kind is None:
             raise LorabenchError(f"sampling stopped half-way: {self._failure!r}") from self._failure
@@ -293,6 +299,16 @@ class Observer:
             used = total - last if total >= last else total
             self._cpu_used[thread] = self._cpu_used.get(thread, 0.0) + used
             self._cpu_total[thread] = total
+
+
+def _busy_seconds() -> float:
+    """Return the CPU time that all processes of the machine have used."""
+    import psutil
+
+    times = psutil.cpu_times()._asdict()
+    # Time of virtual machines is in user and nice already. Stolen time counts: others had it.
+    idle = ("idle", "iowait", "guest", "guest_nice")
+    return sum(seconds for name, seconds in times.items() if name not in idle)
 
 
 def _stack(thread: int) -> tuple[str, ...]:

@@ -25,6 +25,10 @@ STRATEGY_VALUES: dict[str, tuple[str, ...]] = {
 }
 
 
+PLANNED_RESTORES = ("residual", "images")
+"""Restores that a plan may name, but that nothing executes or predicts in this version."""
+
+
 @dataclass(frozen=True)
 class Strategy:
     """How an engine binds adapters to phases; `STRATEGY_VALUES` lists what each field may be.

@@ -95,7 +95,17 @@ def run_notebook(
     manager = AsyncKernelManager(
         kernel_name="python3", kernel_spec_manager=KernelSpecManager(kernel_dirs=[])
     )
-    client = NotebookClient(
+
+    class Client(NotebookClient):
+        """Passes on what a cell says of its progress, which can take minutes."""
+
+        def output(self, outs: Any, msg: Any, display_id: Any, cell_index: int) -> Any:
+            if msg["msg_type"] == "stream" and msg["content"]["name"] == "stderr":
+                text = msg["content"]["text"].rstrip("\n")
+                print(f"\n      {text}", end=" ", file=sys.stderr, flush=True)
+            return super().output(outs, msg, display_id, cell_index)
+
+    client = Client(
         notebook,
         km=manager,
         timeout_func=lambda _cell: timeout_seconds,
@@ -187,12 +197,13 @@ def build_reports(
     for notebook in notebooks:
         with_parameters(notebook, parameters)
 
+    for name in (*stems, "index"):  # an earlier run's page would pass for this run's
+        (out / f"{name}.html").unlink(missing_ok=True)
     entries: list[Entry] = []
     failures: list[LorabenchError] = []
     for notebook in notebooks:
         executed = out / "notebooks" / notebook.name
         page = out / f"{notebook.stem}.html"
-        page.unlink(missing_ok=True)  # an older run's page would pass for this run's
         article = None
         start = time.perf_counter()
         try:

@@ -68,6 +68,10 @@ class ResidentWeights:
         self._state: State | None = None
         self._lost = "nothing is loaded yet"
 
+    def __repr__(self) -> str:
+        state = "not loaded" if self._state is None else str(self._state)
+        return f"ResidentWeights({self.base.path}, {state}, on {self.device})"
+
     @property
     def state(self) -> State:
         """The state that the weights are in."""

@@ -134,14 +134,19 @@ def make_restore(name: str, base: Checkpoint, kernel: Kernel, scratch: Scratch) 
     UnavailableError
         No such way, or none on this device.
     """
+    check_restore(name, scratch.device)
+    return _MAKE[name](base, kernel, scratch)
+
+
+def check_restore(name: str, device: torch.device) -> None:
+    """Raise :class:`UnavailableError` if there is no such way on a device."""
     if name not in _MAKE:
         raise UnavailableError(
             f"restore '{name}' has no implementation in this version; choose from "
             f"{', '.join(_MAKE)}"
         )
-    if name == "device_snapshot" and scratch.device.type == "cpu":
+    if name == "device_snapshot" and device.type == "cpu":
         raise UnavailableError(
             "restore 'device_snapshot' needs a device with memory of its own; on the CPU use "
             "'host_snapshot'"
         )
-    return _MAKE[name](base, kernel, scratch)

@@ -8,7 +8,7 @@ from typing import Any
 
 from lorabench.cost import Work
 from lorabench.measure import Samples
-from lorabench.plan import STRATEGY_VALUES
+from lorabench.plan import PLANNED_RESTORES, STRATEGY_VALUES
 from lorabench.recipe import State
 from lorabench.records import Record
 
@@ -165,7 +165,8 @@ def strategies_text(strategies: Iterable[Mapping[str, str]]) -> str:
         (
             table(("strategy", "what it does", "fields"), presets),
             table(("field", "values, the default first"), values),
-            "A strategy is a preset, fields, or both: both_fixes,restore=host_snapshot",
+            "A strategy is a preset, fields, or both: both_fixes,restore=host_snapshot\n"
+            f"So far in plans only: {', '.join(PLANNED_RESTORES)}",
         )
     )
 

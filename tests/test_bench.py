@@ -131,3 +131,33 @@ def test_the_scalar_loop_is_refused_on_a_gpu(files):
     subject = bench.Subject(files.base, {"user": files.adapters["user"]}, device="cuda")
     with pytest.raises(ConfigError, match="runs on the CPU"):
         bench.loop_case(subject, "user", 1.0)
+
+
+def disturbed(cores):
+    return [
+        bench.Result(Samples((s,)), check="c", what={"part": s}, details={"others_cores": o})
+        for s, o in ((9.0, cores), (0.001, 40.0))
+    ]
+
+
+@pytest.mark.parametrize(("cores", "told"), [(0.1, False), (1.2, True)])
+def test_a_case_that_others_disturbed_is_told_of(cores, told, tmp_path, capsys):
+    bench.sweep([bench.Case({"bench": "made up"}, disturbed, (cores,))], tmp_path / "r.jsonl")
+    said = capsys.readouterr().err
+    assert ("other processes kept 1.2 cores busy" in said) == told
+    assert "measure 1 of 1: made up" in said
+
+
+def test_other_files_or_other_phases_are_another_case(files, tmp_path):
+    recipe = load_recipe("hq_two_stage")
+    subject = bench.Subject(files.base, {"distilled": files.adapters["distilled"]})
+    other = bench.Subject(files.base, {"distilled": files.adapters["user"]})
+    [first, *rest] = [
+        bench.walk_case(s, r, STRATEGIES["snapshot"], "snapshot").what
+        for s, r in (
+            (subject, recipe),
+            (other, recipe),
+            (subject, dataclasses.replace(recipe, phases=recipe.phases[::-1])),
+        )
+    ]
+    assert all(records.key(what) != records.key(first) for what in rest)

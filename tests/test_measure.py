@@ -530,3 +530,20 @@ class TestAloneFromOtherParents:
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
         nbclient.NotebookClient(notebook, timeout=PATIENCE_SECONDS, kernel_name="python3").execute()
         assert "top level of a module" in notebook.cells[-1].outputs[0].text
+
+
+def test_what_other_processes_used_of_the_machine_is_told_in_cores(monkeypatch):
+    machine = iter([1000.0, 1000.0 + 60.0])  # a minute of CPU time in a window of a moment
+    monkeypatch.setattr(measure, "_busy_seconds", lambda: next(machine))
+    with Observer() as observer:
+        touched(8 * MIB)
+    seen = observer.observation
+    own = sum(seen.thread_cpu.values())
+    assert seen.others_cores == pytest.approx(60.0 / seen.seconds - own, rel=0.05)
+
+
+def test_a_process_that_has_the_machine_to_itself_saw_no_others(monkeypatch):
+    monkeypatch.setattr(measure, "_busy_seconds", lambda: 1000.0)
+    with Observer() as observer:
+        touched(8 * MIB)
+    assert observer.observation.others_cores == 0

@@ -48,7 +48,7 @@ def test_the_issue_is_reproduced(out):
     assert found["loop_stack_share"] > 0.5
     assert 0 < found["scalar_gflops_per_s"] < 20
     expected = found["pass_flops"] / 3600e9 / found["hours_per_pass"]
-    assert expected == pytest.approx(found["loop_gflops_per_s"])
+    assert expected == pytest.approx(found["scalar_gflops_per_s"])
 
 
 def test_the_strategies_are_exact_but_for_subtraction(out):
