@@ -60,7 +60,7 @@ TOLD = {
     "memory_growth": "ends at 26 MiB",
     "stacked_seconds": "as_written 2 hours; both_fixes 4 seconds",
     "stacked_seconds, log": "as_written 2 hours; both_fixes 4 seconds",
-    "timelines": "one, as written, a: 2 hours; one, fixed, b: 2 minutes; two, fixed, b: 1.5 minutes",
+    "timelines": "one, as written, a: 2 hours; one, fixed, b: 2 minutes; two, fixed, b: 1.5 min",
     "cost_per_rebind": "one base → d, slow: 10.8 hours; one base → d, fast: 3.17 minutes",
     "memory_bars": "x 3.40 GB, predicted 2.90",
 }
