@@ -27,7 +27,7 @@ FACTOR_DTYPES = ("BF16", "F16", "F32")
 WEIGHT_DTYPES = ("BF16", "F32")
 
 _PREFIX = re.compile(r"^(?:model\.)?diffusion_model\.")
-_FACTOR = re.compile(r"^(?P<module>.+)\.lora_(?P<half>[AB])\.weight$")
+_FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 
 
 def _ignore(name: str) -> None:
@@ -173,6 +173,12 @@ def implied_weights(file: Checkpoint) -> tuple[TensorSpec, ...]:
 def _scale(file: Checkpoint) -> tuple[float, str]:
     """Return alpha / rank from the metadata; both are one ratio, capped ranks included."""
     found = {key: file.metadata[key] for key in ("lora_alpha", "lora_rank") if key in file.metadata}
+    strange = [key for key in file.metadata if "alpha" in key.lower() and key != "lora_alpha"]
+    if strange:
+        raise AdapterError(
+            f"{file.path}: metadata '{strange[0]}' speaks of an alpha in a form that is not "
+            f"understood; expected lora_alpha and lora_rank, one ratio for all modules"
+        )
     if not found:
         return 1.0, "assumed: no alpha in the metadata, so alpha = rank"
     try:
@@ -192,7 +198,7 @@ def _halves(file: Checkpoint) -> dict[str, dict[str, Entry]]:
     halves: dict[str, dict[str, Entry]] = defaultdict(dict)
     strange = []
     for name, entry in file.entries.items():
-        if factor := _FACTOR.match(_PREFIX.sub("", name)):
+        if factor := _FACTOR.fullmatch(_PREFIX.sub("", name)):
             if factor["half"] in halves[factor["module"]]:
                 raise AdapterError(
                     f"{file.path}: module '{factor['module']}' has two lora_{factor['half']}, "

@@ -1,5 +1,6 @@
 """What people type on a command line, turned into what the engine takes."""
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,6 +116,24 @@ def find_geometry(
 def holds_adapter(checkpoint: Checkpoint) -> bool:
     """Tell an adapter from a base by its names."""
     return any("lora_" in name for name in checkpoint.entries)
+
+
+def check_records_file(path: Path) -> None:
+    """Make sure that records can be added to a file, before anything is measured for it.
+
+    Raises
+    ------
+    FileError
+        It is a folder or a device, or can't be written.
+    """
+    make_folder(path.parent)
+    if os.path.lexists(path) and not os.path.isfile(path):  # noqa: PTH113 - Path's may raise
+        raise FileError(f"{path}: expected a file for records, found a folder or device")
+    try:
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise FileError(f"{path}: can't be written: {error.strerror}; choose another") from error
 
 
 def make_folder(folder: Path) -> None:

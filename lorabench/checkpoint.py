@@ -8,6 +8,7 @@ reads its header and nothing else; torch is imported only when a tensor is.
 import hashlib
 import json
 import os
+import reprlib
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit on a header."""
 
+MAX_DIMENSIONS = 64
+"""As many as torch can hold."""
+
 _NOT_SAFETENSORS = (
     (b"version https://git-lfs", "a Git LFS pointer, not the file itself; run 'git lfs pull'"),
     (b"PK\x03\x04", "a pickled PyTorch file; convert it to safetensors (pickles can run code)"),
@@ -33,6 +37,9 @@ _NOT_SAFETENSORS = (
     (b"GGUF", "a GGUF file; give the safetensors checkpoint it was made from"),
     (b"<", "a web page or XML, saved in the model's place; download the file again"),
 )
+
+
+Stamp = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +64,13 @@ class Checkpoint:
     metadata
         The first file's ``__metadata__``.
     stamps
-        Size and change time of each file when it was opened; reading checks them.
+        Size, change time and inode of each file when it was opened; reading checks them.
     """
 
     path: Path
     entries: Mapping[str, Entry] = field(repr=False)
     metadata: Mapping[str, str] = field(repr=False)
-    stamps: Mapping[Path, tuple[int, int]] = field(repr=False)
+    stamps: Mapping[Path, Stamp] = field(repr=False)
 
     @classmethod
     def open(cls, path: str | Path) -> "Checkpoint":
@@ -77,10 +84,12 @@ class Checkpoint:
         path = Path(path)
         if _stat(path, folder=True) is None:
             path = _only_checkpoint_in(path)
+        _stat(path)
         if path.suffix == ".json":
             return cls._open_shards(path)
+        stamp = _stamp(path)  # before the header is read, so that a later change shows
         entries, metadata = _read_header(path)
-        return cls(path, entries, metadata, {path: _stamp(path)})
+        return cls(path, entries, metadata, {path: stamp})
 
     @classmethod
     def _open_shards(cls, index: Path) -> "Checkpoint":
@@ -94,9 +103,10 @@ class Checkpoint:
                 f"{index}: expected an object 'weight_map' of tensor names to shard files, "
                 f"as 'save_pretrained' writes it"
             ) from error
-        headers = {}
+        headers, stamps = {}, {}
         for shard in dict.fromkeys(shards.values()):
             try:
+                stamps[shard] = _stamp(shard)
                 headers[shard] = _read_header(shard)
             except FileError as error:
                 raise FileError(f"{error}; {index.name} names it as a shard") from error
@@ -115,7 +125,7 @@ class Checkpoint:
                     f"index and shards are not of one model"
                 )
         metadata = next(iter(headers.values()))[1] if headers else {}
-        return cls(index, entries, metadata, {shard: _stamp(shard) for shard in headers})
+        return cls(index, entries, metadata, stamps)
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
@@ -139,7 +149,7 @@ class Checkpoint:
         import torch
 
         spec = self.entries[name].spec
-        tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+        tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="cpu")
         self.read_into(name, tensor)
         return tensor
 
@@ -306,6 +316,8 @@ def _stat(path: Path, *, folder: bool = False) -> os.stat_result | None:
         status = path.stat()
     except OSError as error:
         raise FileError(f"{path}: can't be opened: {error.strerror}") from error
+    except ValueError as error:  # a NUL or half a character in the name
+        raise FileError(f"{str(path)!r}: can't be a file's name: {error}") from error
     if folder and stat.S_ISDIR(status.st_mode):
         return None
     if not stat.S_ISREG(status.st_mode):
@@ -313,10 +325,10 @@ def _stat(path: Path, *, folder: bool = False) -> os.stat_result | None:
     return status
 
 
-def _stamp(path: Path) -> tuple[int, int]:
+def _stamp(path: Path) -> Stamp:
     status = _stat(path)
     assert status is not None
-    return status.st_size, status.st_mtime_ns
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def _only_checkpoint_in(folder: Path) -> Path:
@@ -389,7 +401,8 @@ def _parse_entry(path: Path, name: str, value: Any) -> tuple[TensorSpec, int]:
         return type(number) is int and 0 <= number < 2**63
 
     malformed = FileError(
-        f"{path}: tensor '{name}': expected dtype, shape and data_offsets, found {value!r}"
+        f"{path}: tensor '{name}': expected dtype, shape and data_offsets, found "
+        f"{reprlib.repr(value)}"
     )
     try:
         dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
@@ -398,6 +411,7 @@ def _parse_entry(path: Path, name: str, value: Any) -> tuple[TensorSpec, int]:
     if not (
         isinstance(dtype, str)
         and isinstance(shape, list)
+        and len(shape) <= MAX_DIMENSIONS
         and all(map(whole, [*shape, begin, end]))
         and whole(prod(max(size, 1) for size in shape))
     ):

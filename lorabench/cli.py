@@ -7,8 +7,11 @@ imports them are imported by the commands that need them, when they run.
 
 import json
 import os
+import signal
+import sys
 import traceback
 import warnings
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -54,6 +57,13 @@ class _Commands(TyperGroup):
             typer.echo(f"error: {error}", err=True)
             failed = 1 if isinstance(error, CheckError) else 2
             raise typer.Exit(getattr(error, "exit_code", failed)) from error
+        except BrokenPipeError:
+            raise
+        except OSError as error:  # what no module of ours foresaw: a name too long, a locked folder
+            if os.environ.get("LORABENCH_TRACEBACK") == "1":
+                traceback.print_exception(error)
+            typer.echo(f"error: {error.filename or 'a file'}: {error.strerror}", err=True)
+            raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
             typer.echo("interrupted", err=True)
             raise typer.Exit(130) from error
@@ -74,6 +84,9 @@ app.add_typer(bench, name="bench")
 def main() -> None:
     """Run the command line."""
     warnings.showwarning = _show_warning
+    with suppress(ValueError):  # not in the main thread
+        # As Ctrl-C does: what is half written goes, and child processes with it.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     app(prog_name="lorabench")
 
 

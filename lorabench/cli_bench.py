@@ -175,7 +175,7 @@ def _subject(
     """Find or write the weights to measure on; what can't be meant is refused before that."""
     import torch
 
-    from lorabench.arguments import check_size, make_folder
+    from lorabench.arguments import check_records_file, check_size
     from lorabench.bench import Subject
     from lorabench.synthetic import sample_weights
 
@@ -196,10 +196,10 @@ def _subject(
         paths = {role: b.path for role, b in bindings.items() if b.path is not None}
         subject = Subject(base, paths, device.value)
         subject.open()
-        make_folder(out.parent)
+        check_records_file(out)
         return subject
     check_size(size := size or "tiny")
-    make_folder(out.parent)
+    check_records_file(out)
     files = sample_weights(scratch, size, list(bindings))
     return Subject(files.base, files.adapters, device.value)
 

@@ -68,7 +68,7 @@ def describe_match(adapter: Adapter, base: Geometry) -> dict[str, Any]:
         "matched": [pair.module for pair in adapter.pairs],
         "unmatched": list(adapter.unmatched),
         "touched_params": touched,
-        "touched_share": touched / params,
+        "touched_share": touched / params if params else 0.0,
         "pass_flops": _pass_flops(adapter),
     }
 
@@ -155,7 +155,7 @@ def _describe_files(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "path": str(checkpoint.path),
         "files": [str(file) for file in checkpoint.stamps],
-        "bytes": sum(size for size, _ in checkpoint.stamps.values()),
+        "bytes": sum(size for size, *_ in checkpoint.stamps.values()),
         "tensors": len(checkpoint.entries),
         "tensor_bytes": sum(t.nbytes for t in checkpoint.tensors),
         "dtypes": _dtypes(checkpoint.tensors),

@@ -41,7 +41,9 @@ class Term(NamedTuple):
     @property
     def factor(self) -> float:
         """Strength x scale, rounded to f32 as the rule has it."""
-        return torch.tensor(self.strength * self.pair.scale, dtype=torch.float32).item()
+        return torch.tensor(
+            self.strength * self.pair.scale, dtype=torch.float32, device="cpu"
+        ).item()
 
 
 def reference_delta(terms: Sequence[Term]) -> Tensor:

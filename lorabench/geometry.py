@@ -5,7 +5,6 @@ a checkpoint; both are cut to a number of blocks and counted in the same way.
 """
 
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lorabench.errors import ConfigError, did_you_mean
-from lorabench.resources import data_folder
+from lorabench.resources import data_folder, read_toml
 
 DTYPE_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
@@ -23,6 +22,12 @@ DTYPE_BYTES = {
     **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
 }
 """Bytes of one element, by the safetensors name of its dtype."""
+
+
+_TEMPLATE_KEYS = (
+    "name", "description", "prefix", "dtype", "blocks", "connectors",
+    "adapter", "sizes", "tensors", "parts",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +213,7 @@ class Geometry:
         if self.block_prefix is None or not name.startswith(self.block_prefix):
             return None
         number = name[len(self.block_prefix) :].split(".", 1)[0]
-        return int(number) if number.isdecimal() else None
+        return int(number) if number.isdecimal() and len(number) < 10 else None
 
 
 def geometry_names() -> list[str]:
@@ -242,16 +247,13 @@ def load_geometry(
                 f"no geometry '{name_or_path}'{did_you_mean(str(name_or_path), names)}; shipped: "
                 f"{', '.join(names)}; a path to a .toml template will do too"
             )
-    try:
-        template = tomllib.loads(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: can't be read as a geometry template: {error}") from error
+    template = read_toml(path)
     try:
         return _expand(template, shrink, rank)
     except KeyError as error:
         raise ConfigError(f"{path}: the template lacks {error}") from error
     except RecursionError as error:
-        raise ConfigError(f"{path}: a part holds itself") from error
+        raise ConfigError(f"{path}: a part holds itself, or the file is nested too deep") from error
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path}: {error}") from error
 
@@ -289,6 +291,14 @@ def from_tensors(name: str, tensors: Iterable[TensorSpec], rank: int | None = No
 
 
 def _expand(template: Mapping[str, Any], shrink: int, rank: int | None) -> Geometry:
+    _only_known(template, _TEMPLATE_KEYS, "the template")
+    _only_known(template["adapter"], ("prefix", "rank"), "[adapter]")
+    for key in ("name", "prefix", "dtype", "blocks"):
+        if not isinstance(template[key], str):
+            raise ValueError(f"{key} = {template[key]!r} must be text")
+    connectors = template["connectors"]
+    if not isinstance(connectors, list) or not all(isinstance(c, str) for c in connectors):
+        raise ValueError(f"connectors = {connectors!r} must be a list of texts")
     sizes = {}
     for size, value in template["sizes"].items():
         if shrink < 1 or _whole(f"size {size}", value) % shrink:
@@ -311,8 +321,8 @@ def _expand(template: Mapping[str, Any], shrink: int, rank: int | None) -> Geome
         tensors=tensors,
         prefix=prefix,
         block_prefix=f"{prefix}{template['blocks']}.",
-        connector_prefixes=tuple(f"{prefix}{c}." for c in template["connectors"]),
-        adapter_prefix=template["adapter"]["prefix"],
+        connector_prefixes=tuple(f"{prefix}{c}." for c in connectors),
+        adapter_prefix=str(template["adapter"]["prefix"]),
         rank=max(1, default_rank // shrink) if rank is None else rank,
     )
 
@@ -329,6 +339,8 @@ def _tensors(
             yield from _line(f"{prefix}{name}", str(line), sizes, dtype)
             continue
         parameters = {k: v for k, v in line.items() if k not in ("part", "repeat")}
+        used = set(re.findall(r"\w+", str(parts[line["part"]])))
+        _only_known(parameters, used, f"part '{line['part']}', as {name},")
         inner = {**sizes, **{k: _size(str(v), sizes) for k, v in parameters.items()}}
         numbers = [""]
         if "repeat" in line:
@@ -350,6 +362,12 @@ def _line(name: str, line: str, sizes: Mapping[str, int], dtype: str) -> Iterato
         yield TensorSpec(name, shape, tensor[2] or dtype)
     else:
         raise ValueError(f"'{name} = {line}' is neither 'out <- in' nor '[shape] dtype'")
+
+
+def _only_known(table: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+    for key in table:
+        if key not in (known := list(known)):
+            raise ValueError(f"{where} has no use for '{key}'{did_you_mean(key, known)}")
 
 
 def _whole(name: str, value: Any) -> int:

@@ -4,8 +4,9 @@ A recipe is a TOML file: a shipped one under ``data/recipes``, or a user's own. 
 pydantic; the dataclasses here need nothing.
 """
 
+import contextlib
 import math
-import tomllib
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lorabench.errors import ConfigError, did_you_mean
-from lorabench.resources import data_folder
+from lorabench.resources import data_folder, read_toml
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -189,20 +190,16 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
 def _finite(name: str, strength: object) -> float:
     # a bool is a number to Python, but "fused: yes" isn't a strength
     if isinstance(strength, Real) and not isinstance(strength, bool):
-        number = float(strength)
-        if math.isfinite(number):
-            return number
-    raise ConfigError(f"strength of '{name}': expected a finite number, found {strength!r}")
+        with contextlib.suppress(OverflowError):  # a whole number larger than any float
+            if math.isfinite(number := float(strength)):
+                return number
+    raise ConfigError(
+        f"strength of '{name}': expected a finite number, found {reprlib.repr(strength)}"
+    )
 
 
 def _read_toml(path: Path) -> Recipe:
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # what isn't UTF-8 or isn't TOML is a ValueError
-        raise ConfigError(
-            f"{path}: can't be read as a recipe, which is TOML in UTF-8: {error}; "
-            f"correct the file or its path"
-        ) from error
+    tables = read_toml(path)
     recipe, problems = _validate(path.stem, tables)
     problems += _role_problems(tables)
     if recipe is None or problems:

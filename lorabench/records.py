@@ -30,6 +30,8 @@ JSON: TypeAlias = "str | int | float | bool | Sequence[JSON] | Mapping[str, JSON
 SCHEMA = 1
 PROVENANCES = ("measured", "derived", "predicted", "published")
 
+_BEGINNING = b'{"schema": '  # of every line
+
 _SAMPLED = ("n", "median_s", "min_s", "spread", "gflops_per_s", "peak_private_bytes")
 _ORIGIN = ("provenance", "source", "machine", "commit", "time", "check")
 
@@ -226,6 +228,10 @@ def _end_last_line(file: BinaryIO, path: Path) -> None:
     last = file.read().rpartition(b"\n")[2]
     if _is_json(last):
         file.write(b"\n")  # killed between a whole record and its newline
+    elif not last.startswith(_BEGINNING[: len(last)]):
+        raise FileError(
+            f"{path}: ends in something that is no record ({last[:40]!r}); give a file of records"
+        )
     else:
         _warn_torn(path, last)
         file.truncate(end - len(last))
@@ -275,7 +281,10 @@ def _parse(line: bytes, place: str) -> Record:
         schema = fields.pop("schema")
         if schema == SCHEMA:
             return Record(**fields)
-    except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
+    except (
+        *(ValueError, KeyError, TypeError, AttributeError),
+        *(OverflowError, RecursionError, ConfigError),
+    ) as error:
         raise FileError(
             f"{place}: expected a record of schema {SCHEMA}, found none ({error}); restore the file"
         ) from error

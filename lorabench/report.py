@@ -196,6 +196,11 @@ def build_reports(
             )
     for notebook in notebooks:
         with_parameters(notebook, parameters)
+        if (out / "notebooks" / notebook.name).resolve() == notebook.resolve():
+            raise ConfigError(
+                f"{notebook}: would be overwritten by its executed copy; choose another "
+                f"folder than {out} for the pages"
+            )
 
     for name in (*stems, "index"):  # an earlier run's page would pass for this run's
         (out / f"{name}.html").unlink(missing_ok=True)
@@ -213,6 +218,10 @@ def build_reports(
         except LorabenchError as error:
             seconds = time.perf_counter() - start
             failures.append(error)
+        except Exception as error:  # an output that no page can be made of mustn't stop the others
+            seconds = time.perf_counter() - start
+            what = f"{type(error).__name__}: {_first_line(str(error))}"
+            failures.append(NotebookError(f"{notebook}: can't be made a page: {what}"))
         entries.append(
             Entry(
                 name=notebook.stem,
@@ -246,7 +255,9 @@ def with_parameters(source: Path, parameters: Mapping[str, Any]) -> NotebookNode
         notebook = nbformat.read(source, as_version=4)
     except FileNotFoundError as error:
         raise ConfigError(f"{source}: there is no such notebook") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:  # nbformat trips over these
+    except OSError as error:
+        raise ConfigError(f"{source}: can't be read as a notebook: {error.strerror}") from error
+    except Exception as error:  # nbformat trips over bad files in many ways of its own
         raise ConfigError(f"{source}: not a Jupyter notebook: {_first_line(str(error))}") from error
     if not parameters:
         return notebook

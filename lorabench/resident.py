@@ -1,6 +1,7 @@
 """Weights in memory, always in exactly one known adapter state."""
 
 from collections.abc import Callable, Mapping
+from threading import RLock
 from types import MappingProxyType
 
 import torch
@@ -58,7 +59,10 @@ class ResidentWeights:
     ) -> None:
         self.device = _device(device)
         self.base = base
-        self.adapters = dict(adapters)
+        self.adapters = MappingProxyType(dict(adapters))
+        self._check_adapters_fit()
+        self._lock = RLock()
+        self._sweeping = False
         self._scratch = Scratch(self.device)
         self._kernel = get_kernel(kernel, self.device)
         self._restore_name = restore
@@ -114,11 +118,13 @@ class ResidentWeights:
         FileError, AdapterError
             A file can't be read, a factor isn't finite, or a fused weight overflows.
         """
-        self._check_bound(state)
+        return self._sweep(lambda: self._load(self._bound(state), after_weight))
+
+    def _load(self, state: State, after_weight: Callable[[str], None]) -> Work:
         if not self._tensors:
             self._check_fits()
         self.base.check_unchanged()
-        self._state, self._lost = None, "the last load did not finish"
+        self._state, self._lost = None, "a load is under way, or did not finish"
         work = Work()
         for role, adapter in self.adapters.items():
             if role not in self._factors:
@@ -161,8 +167,9 @@ class ResidentWeights:
         WeightsLostError
             The weights were lost before, or the rebind failed and couldn't be undone.
         """
-        before = self.state
-        self._check_bound(state)
+        return self._sweep(lambda: self._rebind(self.state, self._bound(state), after_weight))
+
+    def _rebind(self, before: State, state: State, after_weight: Callable[[str], None]) -> Work:
         if state == before:
             return Work()
         self._restore.check()
@@ -171,7 +178,7 @@ class ResidentWeights:
         sums: dict[str, Tensor] = {}
         work = Work()
         try:
-            self._state, self._lost = None, "a rebind was broken off"
+            self._state, self._lost = None, "a rebind is under way, or was broken off"
             for name in (n for n in self.base.entries if n in names):
                 begun.append(name)
                 if terms := self._terms(name, before):
@@ -235,12 +242,45 @@ class ResidentWeights:
     def _touched(self, state: State) -> set[str]:
         return {name for role in state for name in self._factors[role]}
 
-    def _check_bound(self, state: State) -> None:
+    def _sweep(self, sweep: Callable[[], Work]) -> Work:
+        """Run a load or rebind alone: other threads wait, and a hook's own is refused."""
+        with self._lock:
+            if self._sweeping:
+                raise ConfigError(
+                    "a load or rebind of these weights is under way, and this was called from its "
+                    "hook; wait for its end (nothing was changed by this call)"
+                )
+            try:
+                self._sweeping = True
+                return sweep()
+            finally:
+                self._sweeping = False
+
+    def _bound(self, state: Mapping[str, float]) -> State:
+        """Return the state as one of its own; it must name bound adapters only."""
+        if not isinstance(state, Mapping):
+            raise ConfigError(f"expected a State or a mapping of strengths, found {state!r}")
+        state = State(state)
         if unbound := [role for role in state if role not in self.adapters]:
             raise ConfigError(
                 f"state '{state}' needs adapter {', '.join(map(repr, unbound))}; bound are: "
                 f"{', '.join(map(repr, self.adapters)) or 'none'}"
             )
+        return state
+
+    def _check_adapters_fit(self) -> None:
+        """Raise if an adapter was opened against another base: its pairs would not fit here."""
+        for role, adapter in self.adapters.items():
+            for pair in adapter.pairs:
+                mine = self.base.entries.get(pair.weight.name)
+                if mine is None or mine.spec != pair.weight:
+                    raise AdapterError(
+                        f"{adapter.file.path}: adapter '{role}' was opened against another base "
+                        f"than {self.base.path}: weight '{pair.weight.name}' is "
+                        f"{mine.spec.dtype if mine else 'missing'} "
+                        f"{list(mine.spec.shape) if mine else ''} here; open it with "
+                        f"Adapter.open(path, base.tensors)"
+                    )
 
     def _check_fits(self) -> None:
         base_bytes = sum(spec.nbytes for spec in self.base.tensors)

@@ -66,8 +66,8 @@ def synthesize(
         A file exists already or the disk has no room for all (nothing is written then), or a file
         can't be written.
     """
-    if not 0 < ratio < float("inf"):
-        raise ConfigError(f"ratio must be a positive number, found {ratio}")
+    if not 0 < ratio <= 100:
+        raise ConfigError(f"ratio must be a positive number, 100 at most, found {ratio}")
     for name in adapters:
         if not name.isidentifier() or name == "base" or list(adapters).count(name) > 1:
             raise ConfigError(

@@ -246,3 +246,12 @@ def test_a_file_that_changed_since_it_was_opened_is_not_loaded(write):
     write(pair(Q, rank=3))
     with pytest.raises(FileError, match="changed since it was opened"):
         adapter.load()
+
+
+def test_an_alpha_in_a_form_that_is_not_understood_is_refused(tmp_path):
+    base = [TensorSpec("m.weight", (4, 4), "BF16")]
+    path = tmp_path / "a.safetensors"
+    factors = {"m.lora_A.weight": torch.ones(2, 4), "m.lora_B.weight": torch.ones(4, 2)}
+    save_file(factors, path, metadata={"ss_network_alpha": "8"})
+    with pytest.raises(AdapterError, match="'ss_network_alpha' speaks of an alpha in a form"):
+        Adapter.open(path, base)

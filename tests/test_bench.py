@@ -161,3 +161,10 @@ def test_other_files_or_other_phases_are_another_case(files, tmp_path):
         )
     ]
     assert all(records.key(what) != records.key(first) for what in rest)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_the_check_accepts_what_was_not_finite_in_the_base(value):
+    base, terms = product()
+    base[3, 4] = value
+    assert bench.compare(reference_fuse(base, terms), base, terms, "m") == 0

@@ -14,6 +14,7 @@ from lorabench.geometry import (
     geometry_names,
     load_geometry,
 )
+from lorabench.resources import data_folder
 from lorabench.synthetic import synthesize
 
 LTX = load_geometry("ltx-2.5-22b")
@@ -272,9 +273,9 @@ def test_a_template_of_ones_own_is_a_model(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('name = "mini"', "name =", "can't be read"),
+        ('name = "mini"', "name =", "is not TOML"),
         ('prefix = "m."', "", "lacks 'prefix'"),
-        ("[adapter]", "[adaptor]", "lacks 'adapter'"),
+        ("[adapter]", "[adaptor]", "no use for 'adaptor'"),
         ("rank = 4", "rank = 'four'", "rank = 'four' must be a whole number"),
         ("rank = 4", "rank = 0", "rank = 0 must be a whole number above 0"),
         ("V = 8", "V = 'eight'", "size V = 'eight'"),
@@ -305,5 +306,24 @@ def test_a_template_that_is_missing_or_no_text_is_refused_with_its_path(tmp_path
         load_geometry(tmp_path / "none.toml")
     path = tmp_path / "latin.toml"
     path.write_bytes(b'name = "\xff"')
-    with pytest.raises(ConfigError, match=r"latin\.toml: can't be read"):
+    with pytest.raises(ConfigError, match=r"latin\.toml: is not TOML in UTF-8"):
         load_geometry(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('part = "block", repeat = 48', None),
+        ('part = "block", repeet = 48', "no use for 'repeet'"),
+        ('part = "block", repeat = 48, W = 3', "no use for 'W'"),
+    ],
+)
+def test_a_word_in_a_template_that_nothing_uses_is_refused(line, told, tmp_path):
+    shipped = (data_folder("models") / "ltx-2.5-22b.toml").read_text("utf-8")
+    path = tmp_path / "mine.toml"
+    path.write_text(shipped.replace('part = "block", repeat = 48', line))
+    if told is None:
+        assert load_geometry(path).blocks == 48
+    else:
+        with pytest.raises(ConfigError, match=told):
+            load_geometry(path)

@@ -331,20 +331,20 @@ class TestFile:
 
     def test_a_role_given_twice_is_refused(self, tmp_path: Path):
         path = write(tmp_path, "[roles]\nuser = 'optional'\nuser = 'required'\n")
-        assert f"{path}: can't be read as a recipe" in refusal(path)
+        assert f"{path}: is not TOML in UTF-8" in refusal(path)
         assert "line 3" in refusal(path)
 
     def test_a_file_that_cannot_be_read_is_named(self, tmp_path: Path):
         gone = tmp_path / "gone.toml"
         assert str(gone) in refusal(gone)
         assert "No such file" in refusal(gone)
-        assert "Is a directory" in refusal(tmp_path)
+        assert "found a folder" in refusal(tmp_path)
         latin = tmp_path / "latin.toml"
         latin.write_bytes("description = 'café'".encode("latin-1"))
-        assert f"{latin}: can't be read as a recipe, which is TOML in UTF-8" in refusal(latin)
+        assert f"{latin}: is not TOML in UTF-8" in refusal(latin)
         assert "position 18" in refusal(latin)
         broken = write(tmp_path, "steps = = 3", "broken.toml")
-        assert f"{broken}: can't be read" in refusal(broken)
+        assert f"{broken}: is not TOML" in refusal(broken)
         assert "line 1, column 9" in refusal(broken)
 
     def test_an_unknown_name_is_met_with_the_closest_and_the_list(self):

@@ -428,3 +428,11 @@ class TestFrame:
 def test_a_record_can_not_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         made().check = "passed"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_file_that_ends_in_something_else_than_a_record_is_left_alone(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("a note of mine")
+    with pytest.raises(FileError, match="ends in something that is no record"):
+        append(path, made())
+    assert path.read_text() == "a note of mine"

@@ -393,3 +393,14 @@ def test_an_executed_notebook_runs_again_with_new_parameters(tmp_path):
     twice = nbformat.read(tmp_path / "twice.ipynb", as_version=4)
     assert texts(twice) == ["full\n"]
     assert len(twice.cells) == 3
+
+
+def test_pages_beside_the_notebooks_folder_would_overwrite_them_and_are_refused(tmp_path):
+    source = tmp_path / "notebooks" / "one.ipynb"
+    source.parent.mkdir()
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# One")])
+    nbformat.write(notebook, source)
+    before = source.read_bytes()
+    with pytest.raises(ConfigError, match="would be overwritten by its executed copy"):
+        build_reports([source], tmp_path, {}, ReportFacts("m", "c", "d", "tiny", "s"))
+    assert source.read_bytes() == before

@@ -4,6 +4,7 @@ import itertools
 import os
 import shutil
 import sys
+import threading
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -385,7 +386,16 @@ def test_ctrl_c_at_any_line_of_a_rebind_leaves_one_known_state(model, fresh, res
     weights = model.resident(restore=restore)
     weights.load(old)
     file = resident.__file__
-    inside = ("rebind", "_fuse", "_terms", "_touched", "_check_finite", "_check_bound")
+    inside = (
+        "rebind",
+        "_rebind",
+        "_sweep",
+        "_bound",
+        "_fuse",
+        "_terms",
+        "_touched",
+        "_check_finite",
+    )
     lines = 0
 
     def trace(frame, event, argument):
@@ -630,3 +640,77 @@ def test_free_memory_is_less_than_the_machines():
     free = resident._available_bytes(torch.device("cpu"))
     assert free is not None
     assert 0 < free < total
+
+
+def test_an_adapter_opened_against_another_base_is_refused(model, base, adapters):
+    with pytest.raises(AdapterError, match=r"adapter 'distilled' was opened against another base"):
+        ResidentWeights(model.base, {"distilled": adapters["distilled"]})
+
+
+@pytest.mark.parametrize("inner", ["load", "rebind"])
+@pytest.mark.parametrize("outer", ["load", "rebind"])
+def test_a_sweep_within_a_sweep_is_refused_and_changes_nothing(model, fresh, outer, inner):
+    weights = model.resident()
+    weights.load(State(user=1.0))
+    refused = []
+
+    def hook(name):
+        with pytest.raises((ConfigError, WeightsLostError)):
+            getattr(weights, inner)(BASE)
+        refused.append(name)
+
+    getattr(weights, outer)(State(distilled=1.0), hook)
+    assert refused
+    assert weights.digest() == fresh("reference", State(distilled=1.0))
+    weights.rebind(BASE)  # and the way is free again
+
+
+def test_a_second_threads_rebind_waits_for_the_first(model, fresh):
+    weights = model.resident()
+    weights.load(BASE)
+    second = threading.Thread(target=weights.rebind, args=(State(user=1.0),))
+
+    def hook(name):
+        if not second.is_alive() and second.ident is None:
+            second.start()
+
+    weights.rebind(State(distilled=1.0), hook)
+    second.join()
+    assert weights.state == State(user=1.0)
+    assert weights.digest() == fresh("reference", State(user=1.0))
+
+
+def test_a_state_given_as_a_mapping_is_copied(model, fresh):
+    weights = model.resident()
+    weights.load(BASE)
+    asked = {"user": 1.0}
+    weights.rebind(asked)
+    asked["user"] = 0.5
+    assert weights.state == State(user=1.0)
+    with pytest.raises(ConfigError, match="expected a State"):
+        weights.rebind("user")
+
+
+def test_a_base_replaced_by_one_of_the_same_size_and_time_is_noticed(model, tmp_path):
+    moved = model.moved(tmp_path)
+    weights = moved.resident()
+    weights.load(State(user=1.0))
+    path = moved.base.path
+    times = path.stat()
+    other = tmp_path / "other"
+    other.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    os.utime(other, ns=(times.st_atime_ns, times.st_mtime_ns))
+    other.replace(path)
+    with pytest.raises(FileError, match="changed since it was opened"):
+        weights.rebind(BASE)
+    assert weights.state == State(user=1.0)
+
+
+def test_a_default_device_of_the_caller_does_not_lead_astray(model, fresh):
+    weights = model.resident(kernel="gemm")
+    torch.set_default_device("meta")
+    try:
+        weights.load(State(distilled=0.5))
+    finally:
+        torch.set_default_device(None)
+    assert weights.digest() == fresh("gemm", State(distilled=0.5))

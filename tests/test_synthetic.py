@@ -148,7 +148,7 @@ def test_one_name_twice_is_refused(geometry, tmp_path):
 
 @pytest.mark.parametrize("ratio", [0, -0.1, float("inf"), float("nan")])
 def test_a_ratio_that_is_not_positive_is_refused(geometry, tmp_path, ratio):
-    with pytest.raises(ConfigError, match=f"ratio must be a positive number, found {ratio}"):
+    with pytest.raises(ConfigError, match=f"positive number, 100 at most, found {ratio}"):
         synthesize(tmp_path, geometry, ratio=ratio)
 
 

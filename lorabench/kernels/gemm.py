@@ -21,7 +21,7 @@ def fuse_gemm(
     ``product`` is the dtype that B @ A is taken in: bf16 (summed in f32 by the library) or f32 on
     the factors' widened bf16 values; by default the device's faster one.
     """
-    if not terms:
+    if not terms or not weight.numel():
         return
     if product is None:
         product = product_dtype(weight.device)

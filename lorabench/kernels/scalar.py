@@ -8,7 +8,9 @@ an observer in the same process can sample it.
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
 # numba compiles these functions: they take and give numbers of its types, which Python has none of.
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,6 +20,9 @@ from torch import Tensor
 
 from lorabench.fuse import Term
 from lorabench.kernels.scratch import Scratch
+
+# Compiled code is kept beside this file for the next process, where that may be written.
+compiled = njit(nogil=True, cache=os.access(Path(__file__).parent, os.W_OK))
 
 
 @intrinsic
@@ -36,13 +41,13 @@ def _bits_from_float(typing_context, value):
     return types.uint32(types.float32), generate
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _widen(bits: int) -> float:
     """Return the f32 of bf16 bits."""
     return _float_from_bits(np.uint32(bits) << np.uint32(16))
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _round(value: float) -> int:
     """Return the bf16 bits nearest to an f32, ties to even; a NaN stays one, made quiet."""
     bits = _bits_from_float(value)
@@ -51,14 +56,14 @@ def _round(value: float) -> int:
     return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> 16)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _scale(b: np.ndarray, factor: np.float32, scaled: np.ndarray) -> None:
     for i in range(b.shape[0]):
         for k in range(b.shape[1]):
             scaled[i, k] = _round(np.float32(factor * _widen(b[i, k])))
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _first_delta(b: np.ndarray, a: np.ndarray, delta: np.ndarray) -> None:
     for i in range(delta.shape[0]):
         for j in range(delta.shape[1]):
@@ -68,7 +73,7 @@ def _first_delta(b: np.ndarray, a: np.ndarray, delta: np.ndarray) -> None:
             delta[i, j] = _round(total)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _further_delta(b: np.ndarray, a: np.ndarray, factor: np.float32, delta: np.ndarray) -> None:
     for i in range(delta.shape[0]):
         for j in range(delta.shape[1]):
@@ -78,14 +83,14 @@ def _further_delta(b: np.ndarray, a: np.ndarray, factor: np.float32, delta: np.n
             delta[i, j] = _round(_widen(delta[i, j]) + np.float32(factor * total))
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _add_bf16(weight: np.ndarray, delta: np.ndarray) -> None:
     for i in range(weight.shape[0]):
         for j in range(weight.shape[1]):
             weight[i, j] = _round(_widen(delta[i, j]) + _widen(weight[i, j]))
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _add_f32(weight: np.ndarray, delta: np.ndarray) -> None:
     for i in range(weight.shape[0]):
         for j in range(weight.shape[1]):
