@@ -62,7 +62,6 @@ class ResidentWeights:
         self.adapters = MappingProxyType(dict(adapters))
         self._check_adapters_fit()
         self._lock = RLock()
-        self._sweeping = False
         self._scratch = Scratch(self.device)
         self._kernel = get_kernel(kernel, self.device)
         self._restore_name = restore
@@ -244,17 +243,14 @@ class ResidentWeights:
 
     def _sweep(self, sweep: Callable[[], Work]) -> Work:
         """Run a load or rebind alone: other threads wait, and a hook's own is refused."""
+        # What a lock knows of its owner can't be left behind by a Ctrl-C, as a flag could.
+        if self._lock._is_owned():  # pyright: ignore[reportAttributeAccessIssue]
+            raise ConfigError(
+                "a load or rebind of these weights is under way, and this was called from its "
+                "hook; wait for its end (nothing was changed by this call)"
+            )
         with self._lock:
-            if self._sweeping:
-                raise ConfigError(
-                    "a load or rebind of these weights is under way, and this was called from its "
-                    "hook; wait for its end (nothing was changed by this call)"
-                )
-            try:
-                self._sweeping = True
-                return sweep()
-            finally:
-                self._sweeping = False
+            return sweep()
 
     def _bound(self, state: Mapping[str, float]) -> State:
         """Return the state as one of its own; it must name bound adapters only."""
