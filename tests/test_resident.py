@@ -386,7 +386,7 @@ def test_ctrl_c_at_any_line_of_a_rebind_leaves_one_known_state(model, fresh, res
     weights = model.resident(restore=restore)
     weights.load(old)
     file = resident.__file__
-    # Not _sweep: Python looks for signals after a call, which is inside its "with" or after its end.
+    # Not _sweep: a signal is looked for after a call, so inside its "with" or after its end.
     inside = (
         "rebind",
         "_rebind",
