@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from lorabench import records
+from lorabench.geometry import load_geometry
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -117,3 +120,31 @@ def run_in_kernel(connection, code):
             assert message["msg_type"] != "error", message["content"]
     finally:
         client.stop_channels()
+
+
+RECORDS = ROOT / "data" / "records"
+
+
+def test_the_committed_records_can_be_read_and_were_checked():
+    found = records.read(RECORDS)
+    assert found
+    assert all(r.provenance == "measured" and r.check for r in found)
+    assert {r.environment["machine"] for r in found} == {f.name for f in RECORDS.iterdir()}
+
+
+def test_the_readmes_figures_are_those_of_the_committed_records():
+    frame = records.to_frame(records.read(RECORDS / "amd-epyc-2c-avx2"))
+    rate = frame[frame.bench == "kernels"].set_index("contender").gflops_per_s
+    fuses = frame[(frame.action == "rebind") & (frame.before == "base")]
+    hours = 2 * load_geometry("ltx-2.5-22b").counts().macs / rate / 3600e9
+    wrong = frame.wrong_share.max()
+    told = (ROOT / "README.md").read_text("utf-8")
+    for figure in (
+        f"| {rate['scalar']:.2f} GFLOP/s, one thread | {rate['gemm']:.1f} GFLOP/s "
+        f"(**{rate['gemm'] / rate['scalar']:.0f}x**)",
+        f"{fuses.median_s.median():.1f} s, measured",
+        f"| {hours['scalar']:.1f} h | {60 * hours['gemm']:.1f} min |",
+        f"runs at {rate['ltx_core']:.2f} GFLOP/s",
+        f"{wrong:.1%} of the touched weights wrong",
+    ):
+        assert figure in told, figure
