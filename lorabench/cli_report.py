@@ -36,7 +36,8 @@ def report(
 ) -> None:
     """Run the notebooks and write their pages; print the path of the page that lists them."""
     from lorabench.arguments import check_size, make_folder
-    from lorabench.report import NotebookError, build_reports, with_parameters
+    from lorabench.records import read
+    from lorabench.report import NotebookError, build_reports, check_notebooks
 
     check_size(size)
     chosen = notebooks or _notebooks_of_checkout()
@@ -47,11 +48,12 @@ def report(
         "RECORDS": records,
         "RESULTS": results,
     }
-    for notebook in chosen:  # before an earlier run's results go
-        with_parameters(notebook, parameters)
+    check_notebooks(chosen, out, parameters)  # before an earlier run's results go
     make_folder(results)
     if not resume:
-        for old in (records, *results.glob("*.json")):
+        if records.exists():
+            read(records)  # raises, if it is somebody's file and none of ours
+        for old in (records, *(results / f"{notebook.stem}.json" for notebook in chosen)):
             old.unlink(missing_ok=True)
     try:
         index = build_reports(chosen, out, parameters, _report_facts(size), timeout)

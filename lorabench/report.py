@@ -149,6 +149,29 @@ def run_notebook(
         replace_file(destination, nbformat.writes(notebook) + "\n")
 
 
+def check_notebooks(notebooks: Sequence[Path], out: Path, parameters: Mapping[str, Any]) -> None:
+    """Find what would go wrong with notebooks before any of them runs or anything is removed.
+
+    Raises
+    ------
+    ConfigError
+        A notebook is missing, lacks a parameter, shares its name, or would be overwritten.
+    """
+    stems = [notebook.stem for notebook in notebooks]
+    for stem in stems:
+        if stems.count(stem) > 1 or stem == "index":
+            raise ConfigError(
+                f"two pages would be called {stem}.html in {out}; rename a notebook of that name"
+            )
+    for notebook in notebooks:
+        with_parameters(notebook, parameters)
+        if (out / "notebooks" / notebook.name).resolve() == notebook.resolve():
+            raise ConfigError(
+                f"{notebook}: would be overwritten by its executed copy; choose another "
+                f"folder than {out} for the pages"
+            )
+
+
 def build_reports(
     notebooks: Sequence[Path],
     out: Path,
@@ -188,21 +211,11 @@ def build_reports(
     LorabenchError
         After everything ran: the only failure was at export, such as a figure without alt text.
     """
-    stems = [notebook.stem for notebook in notebooks]
-    for stem in stems:
-        if stems.count(stem) > 1 or stem == "index":
-            raise ConfigError(
-                f"two pages would be called {stem}.html in {out}; rename a notebook of that name"
-            )
-    for notebook in notebooks:
-        with_parameters(notebook, parameters)
-        if (out / "notebooks" / notebook.name).resolve() == notebook.resolve():
-            raise ConfigError(
-                f"{notebook}: would be overwritten by its executed copy; choose another "
-                f"folder than {out} for the pages"
-            )
-
-    for name in (*stems, "index"):  # an earlier run's page would pass for this run's
+    check_notebooks(notebooks, out, parameters)
+    for name in (
+        *(notebook.stem for notebook in notebooks),
+        "index",
+    ):  # an earlier run's page would pass for this run's
         (out / f"{name}.html").unlink(missing_ok=True)
     entries: list[Entry] = []
     failures: list[LorabenchError] = []

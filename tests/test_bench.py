@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lorabench import bench, records
+from lorabench.check import compare
 from lorabench.errors import CheckError, ConfigError
 from lorabench.fuse import Pair, Term, reference_fuse
 from lorabench.measure import Samples
@@ -79,10 +80,10 @@ def product(seed=0, out=40, in_=56, rank=16):
 
 def test_the_check_passes_the_reference_itself_and_other_orders_of_summing():
     base, terms = product()
-    assert bench.compare(reference_fuse(base, terms), base, terms, "m") == 0
+    assert compare(reference_fuse(base, terms), base, terms, "m") == 0
     [pair, strength] = terms[0]
     turned = [Term(Pair(pair.a.flip(0), pair.b.flip(1), 1.0), strength)]
-    assert bench.compare(reference_fuse(base, turned), base, terms, "m") < 0.1
+    assert compare(reference_fuse(base, turned), base, terms, "m") < 0.1
 
 
 @pytest.mark.parametrize("strength", [0.0, 0.79, 1.6, -0.8])
@@ -90,7 +91,7 @@ def test_the_check_catches_a_wrong_strength(strength):
     base, [term] = product()
     wrong = reference_fuse(base, [Term(term.pair, strength)] if strength else [])
     with pytest.raises(CheckError, match="'m': value"):
-        bench.compare(wrong, base, [term], "m")
+        compare(wrong, base, [term], "m")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1.0])
@@ -99,7 +100,7 @@ def test_the_check_catches_a_single_wrong_value(value):
     fused = reference_fuse(base, terms)
     fused[7, 9] = value
     with pytest.raises(CheckError, match=f"value {7 * 56 + 9} is"):
-        bench.compare(fused, base, terms, "m")
+        compare(fused, base, terms, "m")
 
 
 def test_a_walk_records_each_load_and_rebind_of_its_plan(subject, tmp_path):
@@ -167,4 +168,4 @@ def test_other_files_or_other_phases_are_another_case(files, tmp_path):
 def test_the_check_accepts_what_was_not_finite_in_the_base(value):
     base, terms = product()
     base[3, 4] = value
-    assert bench.compare(reference_fuse(base, terms), base, terms, "m") == 0
+    assert compare(reference_fuse(base, terms), base, terms, "m") == 0

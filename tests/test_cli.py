@@ -660,12 +660,12 @@ def test_report_runs_notebooks_with_absolute_paths(run, tmp_path, monkeypatch):
     out = tmp_path / "pages"
     (out / "results").mkdir(parents=True)
     (out / "records.jsonl").touch()
-    (out / "results" / "old.json").touch()
+    (out / "results" / "mine.json").touch()  # of no notebook here
     ended = run("report", source, "--size", "tiny", "--out", "pages")
     assert ended.code == 0, ended.err
     assert ended.out == f"{Path('pages', 'index.html')}\n"
     assert "tiny" in (out / "one.html").read_text()
-    assert [path.name for path in (out / "results").iterdir()] == ["one.json"]
+    assert {path.name for path in (out / "results").iterdir()} == {"mine.json", "one.json"}
     scratch, recorded, results = tmp_path / "scratch", out / "records.jsonl", out / "results"
     found = json.loads((results / "one.json").read_text())
     assert found == ["tiny", str(scratch), str(recorded), str(results), False]
@@ -764,3 +764,18 @@ def test_a_table_aligns_cells_of_several_lines():
     assert table(("a", "b"), [("x\nyy", "1"), ("z", "10")], right=(1,)) == (
         "a    b\n--  --\nx    1\nyy\nz   10"
     )
+
+
+def test_report_into_the_notebooks_own_folder_is_refused_and_removes_nothing(
+    refused, tmp_path, monkeypatch
+):
+    source = notebook(tmp_path / "notebooks" / "one.ipynb", "1")
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "one.json").write_text("mine")
+    (tmp_path / "records.jsonl").write_text("mine too")
+    before = source.read_bytes()
+    monkeypatch.chdir(tmp_path)
+    assert "would be overwritten" in refused("report", source, "--size", "tiny", "--out", ".")
+    assert source.read_bytes() == before
+    assert (tmp_path / "results" / "one.json").read_text() == "mine"
+    assert (tmp_path / "records.jsonl").read_text() == "mine too"

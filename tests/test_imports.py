@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "machine": set(),
     "records": {"machine"},
     "derive": {"cost", "geometry", "plan", "recipe", "records"},
+    "check": {"fuse", "resident"},
     "bench": ANY,
     # telling
     "figures": set(),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import bits
 
-from lorabench.bench import compare
+from lorabench.check import compare
 from lorabench.fuse import Pair, Term, reference_fuse
 from lorabench.kernels import KERNELS, Scratch
 
