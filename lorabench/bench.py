@@ -108,8 +108,8 @@ def sweep(cases: Iterable[Case], path: Path) -> list[Record]:
     held = [r for r in held if machine_name(r.environment) == machine_name(here)]
     found: list[Record] = []
     for number, case in enumerate(cases, start=1):
-        ended = [r for r in held if _is_of(r, case)]
-        if not ended or len(ended) != ended[0].details.get("results"):
+        ended = _last_run(held, case)
+        if not ended:
             said = " ".join(
                 str(case.what[k]) for k in ("bench", "recipe", "strategy") if k in case.what
             )
@@ -131,7 +131,7 @@ def sweep(cases: Iterable[Case], path: Path) -> list[Record]:
                 for result in results
             ]
             records.append(path, *ended)
-            _warn_if_disturbed(ended)
+            _warn_of_noise(ended)
         found += ended
     return found
 
@@ -140,12 +140,23 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _warn_if_disturbed(ended: Sequence[Record]) -> None:
+def _warn_of_noise(ended: Sequence[Record]) -> None:
+    for record in ended:
+        if (samples := Samples(record.seconds)).noisy:
+            name = record.case.get("contender", record.case["bench"])
+            _say(f"note: the samples of {name} spread over {samples.spread:.0%} of their median")
     # Weighted by time: CPU time comes in ticks, too coarse for a window of milliseconds.
     used = sum(float(r.details.get("others_cores", 0)) * sum(r.seconds) for r in ended)  # pyright: ignore[reportArgumentType]
     others = used / sum(sum(r.seconds) for r in ended)
     if others > DISTURBED_CORES:
         _say(f"note: other processes kept {others:.1f} cores busy meanwhile; measure again alone")
+
+
+def _last_run(held: Sequence[Record], case: Case) -> list[Record]:
+    """Return the records of the case's last run; nothing, if a kill left only some of them."""
+    mine = [record for record in held if _is_of(record, case)]
+    results = mine[-1].details.get("results") if mine else 0
+    return mine[-results:] if isinstance(results, int) and 0 < results <= len(mine) else []
 
 
 def _is_of(record: Record, case: Case) -> bool:

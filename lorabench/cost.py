@@ -43,7 +43,7 @@ def touches_of(geometry: Geometry, roles: Iterable[str]) -> Touches:
 
 
 def predict_work(action: Action, touches: Touches, base_bytes: int, restore: str) -> Work:
-    """Return what an action takes under a way of restoring.
+    """Return what an action takes under a way of restoring; a load is the first, factors included.
 
     Parameters
     ----------

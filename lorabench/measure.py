@@ -101,33 +101,6 @@ def time_once(operation: Callable[[], object], device: torch.device) -> float:
         return begin.elapsed_time(end) / 1e3
 
 
-def measure(
-    operation: Callable[[], object],
-    *,
-    before: Callable[[], None] | None = None,
-    repeats: int,
-    warmups: int,
-    device: torch.device,
-) -> Samples:
-    """Time an operation ``warmups + repeats`` times; ``before`` restores its input, untimed.
-
-    Raises
-    ------
-    ConfigError
-        There are fewer than one repeat or fewer than no warm-ups.
-    UnavailableError
-        As for `time_once`.
-    """
-    if repeats < 1 or warmups < 0:
-        raise ConfigError(f"expected repeats >= 1 and warmups >= 0, found {repeats} and {warmups}")
-    seconds: list[float] = []
-    for _ in range(warmups + repeats):
-        if before is not None:
-            before()
-        seconds.append(time_once(operation, device))
-    return Samples(tuple(seconds[warmups:]), tuple(seconds[:warmups]))
-
-
 def time_boxed(
     chunks: Iterable[T], work: Callable[[T], int], budget_seconds: float
 ) -> tuple[int, float]:

@@ -128,7 +128,7 @@ class ResidentWeights:
         for role, adapter in self.adapters.items():
             if role not in self._factors:
                 self._factors[role] = adapter.load(self.device, after_weight)
-            work += Work(file_bytes=adapter.factor_bytes)
+                work += Work(file_bytes=adapter.factor_bytes)
         sums: dict[str, Tensor] = {}
         touched = {name for factors in self._factors.values() for name in factors}
         for name, entry in self.base.entries.items():

@@ -54,7 +54,9 @@ def test_a_case_whose_records_are_not_all_there_is_run_again(tmp_path):
     path = tmp_path / "r.jsonl"
     bench.sweep([case()], path)
     path.write_text(path.read_text().splitlines(keepends=True)[0])
-    assert len(bench.sweep([case()], path)) == 2
+    whole = bench.sweep([case()], path)
+    assert [r.case["part"] for r in whole] == ["a", "b"]
+    assert bench.sweep([case()], path) == whole  # and then it has ended
     assert len(records.read(path)) == 3
 
 
@@ -169,3 +171,12 @@ def test_the_check_accepts_what_was_not_finite_in_the_base(value):
     base, terms = product()
     base[3, 4] = value
     assert compare(reference_fuse(base, terms), base, terms, "m") == 0
+
+
+def unsteady():
+    return [bench.Result(Samples((1.0, 2.0, 3.0)), check="c", what={"contender": "gemm"})]
+
+
+def test_samples_that_spread_too_far_are_told_of(tmp_path, capsys):
+    bench.sweep([bench.Case({"bench": "made up"}, unsteady, ())], tmp_path / "r.jsonl")
+    assert "the samples of gemm spread over 50% of their median" in capsys.readouterr().err

@@ -75,30 +75,7 @@ class TestSamples:
             Samples(())
 
 
-class TestMeasure:
-    def test_input_is_restored_before_every_call_warm_ups_included(self, cpu):
-        calls: list[str] = []
-        samples = measure.measure(
-            lambda: calls.append("fuse"),
-            before=lambda: calls.append("restore"),
-            repeats=3,
-            warmups=2,
-            device=cpu,
-        )
-        assert calls == ["restore", "fuse"] * 5
-        assert (len(samples.seconds), len(samples.warmup_seconds)) == (3, 2)
-
-    def test_warm_ups_come_first_and_restoring_is_not_timed(self, cpu, monkeypatch):
-        clock = iter([0, 7, 100, 105, 200, 202, 300, 303])
-        monkeypatch.setattr(measure.time, "perf_counter", lambda: next(clock))
-        samples = measure.measure(int, repeats=3, warmups=1, device=cpu)
-        assert samples == Samples((5, 2, 3), (7,))
-
-    @pytest.mark.parametrize(("repeats", "warmups"), [(0, 1), (1, -1)])
-    def test_counts_that_measure_nothing_are_refused(self, cpu, repeats, warmups):
-        with pytest.raises(ConfigError, match="repeats"):
-            measure.measure(int, repeats=repeats, warmups=warmups, device=cpu)
-
+class TestTimeOnce:
     def test_result_is_freed_after_the_clock_has_stopped(self, cpu, monkeypatch):
         events: list[str] = []
 
