@@ -1,0 +1,19 @@
+"""Cases of measurement, each run alone, checked and recorded."""
+
+from lorabench.bench.cases import Case, Result, Subject, sweep
+from lorabench.bench.kernels import CONTENDERS, KERNEL_SECONDS, LOOP_SECONDS, kernels_case
+from lorabench.bench.loop import loop_case
+from lorabench.bench.walk import walk_case
+
+__all__ = [
+    "CONTENDERS",
+    "KERNEL_SECONDS",
+    "LOOP_SECONDS",
+    "Case",
+    "Result",
+    "Subject",
+    "kernels_case",
+    "loop_case",
+    "sweep",
+    "walk_case",
+]

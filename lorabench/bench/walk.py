@@ -1,0 +1,156 @@
+"""A plan, measured action by action."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from lorabench.bench.cases import Case, Result, Subject
+from lorabench.check import check_against_reference
+from lorabench.checkpoint import Checkpoint
+from lorabench.digest import digest
+from lorabench.errors import CheckError
+from lorabench.geometry import Geometry
+from lorabench.measure import Observer, Samples, time_once
+from lorabench.plan import Action, Denoise, Load, Strategy, plan
+from lorabench.recipe import BASE, Recipe, State
+from lorabench.records import JSON
+from lorabench.resident import ResidentWeights
+from lorabench.run import perform
+
+
+def walk_case(
+    subject: Subject, recipe: Recipe, strategy: Strategy, name: str, renders: int = 1
+) -> Case:
+    """Execute a plan and record every load and rebind of it, one record each.
+
+    ``recipe`` is bound to the subject's roles; ``name`` is what to call the strategy.
+    """
+    bound = recipe.bind(dict.fromkeys(subject.adapters, 1.0))
+    what = {
+        "bench": "walk",
+        **subject.what(),
+        "recipe": recipe.name,
+        "phases": [str(phase.state) for phase in bound.phases],
+        "strategy": name,
+        **asdict(strategy),
+        "renders": renders,
+    }
+    return Case(what, _walk, (subject, bound, strategy, renders))
+
+
+def _walk(subject: Subject, recipe: Recipe, strategy: Strategy, renders: int) -> Sequence[Result]:
+    base, adapters = subject.open()
+    geometry = subject.geometry()
+    weights = ResidentWeights(
+        base, adapters, kernel=strategy.kernel, restore=strategy.restore, device=subject.device
+    )
+    exact = strategy.restore != "subtract"
+    digests: dict[State, str] = {}
+    results: list[Result] = []
+    for index, action in enumerate(plan(recipe, strategy, renders)):
+        laps = _Laps(geometry, weights.device)
+        work = []
+        with Observer() as observer:  # of the action alone: checking takes memory too
+            seconds = time_once(
+                lambda: work.append(perform(action, weights, laps.start())),  # noqa: B023
+                weights.device,
+            )
+        if isinstance(action, Denoise):
+            continue
+        seen = observer.observation
+        details = {
+            "globals_seconds": laps.globals_seconds,
+            "block_seconds": laps.block_seconds,
+            "baseline_private_bytes": seen.baseline_private_bytes,
+            "others_cores": seen.others_cores,
+        }
+        if weights.state == BASE and BASE not in digests and not isinstance(action, Load):
+            digests[BASE] = digest(_Streamed(base))  # no load has shown the file's own bits yet
+        same = digests.setdefault(weights.state, found := weights.digest()) == found
+        if exact and not same:
+            raise CheckError(
+                f"{recipe.name}, action {index}: state '{weights.state}' has other bits than "
+                f"the last time ({found}, not {digests[weights.state]})"
+            )
+        if not same and weights.state == BASE:
+            details["wrong_share"] = _wrong_share(weights)
+        results.append(
+            Result(
+                Samples((seconds,)),
+                check=f"digest {found}" + ("" if same else ", not the exact one"),
+                what={"index": index, "action": action.kind, **_action_fields(action)},
+                counted=asdict(work[0]),
+                details=details,
+                peak_private_bytes=seen.peak_private_bytes,
+            )
+        )
+    if exact:
+        sums = check_against_reference(weights)
+        results[-1] = replace(results[-1], check=f"{results[-1].check}; {sums}")
+    return results
+
+
+def _action_fields(action: Action) -> dict[str, JSON]:
+    if isinstance(action, Load):
+        return {"state": str(action.state), "critical": True}
+    assert not isinstance(action, Denoise)
+    return {
+        "before": str(action.before),
+        "state": str(action.after),
+        "render": action.render,
+        "phase": action.phase,
+        "critical": action.critical,
+    }
+
+
+class _Laps:
+    """Seconds between a sweep's weights, apart for the globals and for the mean block."""
+
+    def __init__(self, geometry: Geometry, device: torch.device) -> None:
+        self._geometry = geometry
+        self._device = device
+        self._blocks = max(1, geometry.blocks)
+        self._last = 0.0
+        self.globals_seconds = 0.0
+        self.block_seconds = 0.0
+
+    def start(self) -> "_Laps":
+        """Start the clock."""
+        self._last = perf_counter()
+        return self
+
+    def __call__(self, name: str) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        now = perf_counter()
+        lap, self._last = now - self._last, now
+        if self._geometry.block_of(name) is None:
+            self.globals_seconds += lap
+        else:
+            self.block_seconds += lap / self._blocks
+
+
+class _Streamed(Mapping[str, Tensor]):
+    """A checkpoint's tensors, each read when it is asked for."""
+
+    def __init__(self, base: Checkpoint) -> None:
+        self._base = base
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._base.read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._base.entries)
+
+    def __len__(self) -> int:
+        return len(self._base.entries)
+
+
+def _wrong_share(weights: ResidentWeights) -> float:
+    """Return the share of touched weights that, back in the base state, don't have its bits."""
+    touched = {target.weight.name for targets in weights.touches.values() for target in targets}
+    wrong = sum(int((weights.base.read(n) != weights.tensors[n].cpu()).sum()) for n in touched)
+    return wrong / sum(weights.tensors[n].numel() for n in touched)
