@@ -14,9 +14,10 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lorabench.checkpoint import Checkpoint, Entry
+from lorabench.checkpoint import Checkpoint
 from lorabench.errors import AdapterError
 from lorabench.geometry import Target, TensorSpec
+from lorabench.header import Entry
 
 if TYPE_CHECKING:
     import torch
@@ -154,6 +155,21 @@ class Adapter:
                 f"finite; the adapter is damaged or its training diverged"
             )
         return factor.to(device)
+
+
+def check_base(base: Checkpoint, adapters: Mapping[str, Adapter]) -> None:
+    """Raise :class:`AdapterError` if one was opened against another base: it would not fit here."""
+    for role, adapter in adapters.items():
+        for pair in adapter.pairs:
+            mine = base.entries.get(pair.weight.name)
+            if mine is None or mine.spec != pair.weight:
+                raise AdapterError(
+                    f"{adapter.file.path}: adapter '{role}' was opened against another base than "
+                    f"{base.path}: weight '{pair.weight.name}' is "
+                    f"{mine.spec.dtype if mine else 'missing'} "
+                    f"{list(mine.spec.shape) if mine else ''} here; open it with "
+                    f"Adapter.open(path, base.tensors)"
+                )
 
 
 def implied_weights(file: Checkpoint) -> tuple[TensorSpec, ...]:

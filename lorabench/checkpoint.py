@@ -1,54 +1,27 @@
-"""Safetensors files: headers parsed, tensors read and written.
+"""Safetensors checkpoints, in one file or in shards: tensors read and written.
 
-This is the one place that knows the format (https://github.com/huggingface/safetensors#format):
-eight bytes of header length, a JSON header, then the tensors' bytes without gaps. Opening a file
-reads its header and nothing else; torch is imported only when a tensor is.
+Opening one reads its headers and nothing else; torch is imported only when a tensor is.
 """
 
 import hashlib
-import json
 import os
-import reprlib
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from math import prod
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lorabench.errors import FileError
-from lorabench.geometry import DTYPE_BYTES, TensorSpec
+from lorabench.geometry import TensorSpec
+from lorabench.header import Entry, encode_header, parse_json, read_header
 
 if TYPE_CHECKING:
     import torch
 
-MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit on a header."""
-
-MAX_DIMENSIONS = 64
-"""As many as torch can hold."""
-
-_NOT_SAFETENSORS = (
-    (b"version https://git-lfs", "a Git LFS pointer, not the file itself; run 'git lfs pull'"),
-    (b"PK\x03\x04", "a pickled PyTorch file; convert it to safetensors (pickles can run code)"),
-    (b"\x80", "a pickle; convert it to safetensors (pickles can run code)"),
-    (b"GGUF", "a GGUF file; give the safetensors checkpoint it was made from"),
-    (b"<", "a web page or XML, saved in the model's place; download the file again"),
-)
-
-
 Stamp = tuple[int, int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor in a file: what it is, and where its bytes begin, counted from the file's start."""
-
-    spec: TensorSpec
-    file: Path
-    offset: int
 
 
 @dataclass(frozen=True)
@@ -88,13 +61,13 @@ class Checkpoint:
         if path.suffix == ".json":
             return cls._open_shards(path)
         stamp = _stamp(path)  # before the header is read, so that a later change shows
-        entries, metadata = _read_header(path)
+        entries, metadata = read_header(path, stamp[0])
         return cls(path, entries, metadata, {path: stamp})
 
     @classmethod
     def _open_shards(cls, index: Path) -> "Checkpoint":
         try:
-            weight_map: dict[str, str] = _parse_json(index.read_bytes(), index)["weight_map"]
+            weight_map: dict[str, str] = parse_json(index.read_bytes(), index)["weight_map"]
             shards = {name: index.parent / shard for name, shard in weight_map.items()}
         except OSError as error:
             raise FileError(f"{index}: can't be read: {error.strerror}") from error
@@ -107,7 +80,7 @@ class Checkpoint:
         for shard in dict.fromkeys(shards.values()):
             try:
                 stamps[shard] = _stamp(shard)
-                headers[shard] = _read_header(shard)
+                headers[shard] = read_header(shard, stamps[shard][0])
             except FileError as error:
                 raise FileError(f"{error}; {index.name} names it as a shard") from error
         entries = {}
@@ -220,21 +193,11 @@ def write_checkpoint(
     path = Path(path)
     if os.path.exists(path) and not overwrite:  # noqa: PTH110 - Path.exists may raise
         raise FileError(f"{path}: exists already; choose another name or ask to overwrite it")
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
-    for spec in specs:
-        if spec.name in header or spec.name == "__metadata__":
-            raise FileError(f"{path}: can't hold a tensor '{spec.name}': the name is taken")
-        header[spec.name] = {
-            "dtype": spec.dtype,
-            "shape": list(spec.shape),
-            "data_offsets": [end, end := end + spec.nbytes],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    total = 8 + len(text) + end
+    begins = [0, *accumulate(spec.nbytes for spec in specs)]
+    header = encode_header(path, zip(specs, begins, strict=False), metadata)
+    total = len(header) + begins[-1]
     with replacing(path, total) as partial, partial.open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.write(header)
         for spec in each(specs):
             tensor = make(spec)
             assert tensor.shape == spec.shape
@@ -340,108 +303,3 @@ def _only_checkpoint_in(folder: Path) -> Path:
             names = ", ".join(f.name for f in found)
             raise FileError(f"{folder}: holds several checkpoints ({names}); name one of them")
     raise FileError(f"{folder}: holds no .safetensors file and no .safetensors.index.json")
-
-
-def _read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    status = _stat(path)
-    assert status is not None
-    try:
-        with path.open("rb") as stream:
-            start = stream.read(24)
-            for magic, what in _NOT_SAFETENSORS:
-                # A header length may begin with any byte, but no header is followed by less
-                # than an opening brace.
-                if start.startswith(magic) and start[8:9] != b"{":
-                    raise FileError(f"{path}: is {what}")
-            length = int.from_bytes(start[:8], "little")
-            if len(start) < 10 or length > status.st_size - 8 or length > MAX_HEADER_BYTES:
-                raise FileError(
-                    f"{path}: is no safetensors file or is truncated: {status.st_size:,} bytes, "
-                    f"whose first eight announce a header of {length:,}; download it again"
-                )
-            stream.seek(8)
-            header = _parse_json(stream.read(length), path)
-    except OSError as error:
-        raise FileError(f"{path}: can't be read: {error.strerror}") from error
-
-    metadata = header.pop("__metadata__", None)
-    if metadata is None:
-        metadata = {}
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise FileError(f"{path}: '__metadata__' must map names to strings")
-    entries = {}
-    for name, value in header.items():
-        spec, begin = _parse_entry(path, name, value)
-        entries[name] = Entry(spec, path, 8 + length + begin)
-    _check_layout(path, entries.values(), 8 + length, status.st_size)
-    return entries, metadata
-
-
-def _parse_json(text: bytes, path: Path) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        seen: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in seen:
-                raise FileError(f"{path}: the header names '{key}' twice; the file is damaged")
-            key.encode()  # a ValueError, where an escape stands for half a character
-            seen[key] = value
-        return seen
-
-    try:
-        parsed = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise FileError(f"{path}: the header is not JSON in UTF-8 ({error})") from error
-    if not isinstance(parsed, dict):
-        raise FileError(f"{path}: the header must be a JSON object")
-    return parsed
-
-
-def _parse_entry(path: Path, name: str, value: Any) -> tuple[TensorSpec, int]:
-    def whole(number: Any) -> bool:
-        return type(number) is int and 0 <= number < 2**63
-
-    malformed = FileError(
-        f"{path}: tensor '{name}': expected dtype, shape and data_offsets, found "
-        f"{reprlib.repr(value)}"
-    )
-    try:
-        dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
-    except (TypeError, KeyError, ValueError):
-        raise malformed from None
-    if not (
-        isinstance(dtype, str)
-        and isinstance(shape, list)
-        and len(shape) <= MAX_DIMENSIONS
-        and all(map(whole, [*shape, begin, end]))
-        and whole(prod(max(size, 1) for size in shape))
-    ):
-        raise malformed
-    if dtype not in DTYPE_BYTES:
-        raise FileError(
-            f"{path}: tensor '{name}': dtype '{dtype}' is not supported; "
-            f"known: {', '.join(DTYPE_BYTES)}"
-        )
-    spec = TensorSpec(name, tuple(shape), dtype)
-    if end - begin != spec.nbytes:
-        raise FileError(
-            f"{path}: tensor '{name}': {dtype} {list(shape)} takes {spec.nbytes:,} bytes, "
-            f"but data_offsets [{begin}, {end}] hold {end - begin:,}"
-        )
-    return spec, begin
-
-
-def _check_layout(path: Path, entries: Iterable[Entry], start: int, size: int) -> None:
-    """Check that the tensors fill the file: no gap, no overlap, nothing missing or left over."""
-    at = start
-    for entry in sorted(entries, key=lambda e: (e.offset, e.spec.nbytes)):
-        if entry.offset != at:
-            raise FileError(
-                f"{path}: tensor '{entry.spec.name}' begins at byte {entry.offset:,}, but the one "
-                f"before it ends at {at:,}; the header is damaged"
-            )
-        at += entry.spec.nbytes
-    if at != size:
-        what = "is truncated" if at > size else "has bytes that no tensor owns"
-        raise FileError(
-            f"{path}: {what}: the header describes {at:,} bytes, found {size:,}; download it again"
-        )

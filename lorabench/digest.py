@@ -9,14 +9,17 @@ only as odd or even, and the signs of two values could change unseen.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
+from math import prod
 
 import torch
 from torch import Tensor
 
 BLOCK = 1 << 18
 """Words in a block: 2 MiB, which stays in cache."""
+
+BLOCK_BYTES = 8 * BLOCK
 
 _P = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -27,27 +30,67 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
     The order of the mapping doesn't matter. Tensors must be contiguous.
     """
+    return combine({name: _sum_of(tensor) for name, tensor in tensors.items()})
+
+
+def combine(sums: Mapping[str, "BitSum"]) -> str:
+    """Return :func:`digest` of tensors from the sums of their bits."""
     total = hashlib.blake2b(digest_size=16)
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        line = f"{name!r} {tuple(tensor.shape)} {tensor.dtype} {_sum_bits(tensor):016x}\n"
-        total.update(line.encode())
+    for name in sorted(sums):
+        bits = sums[name]
+        total.update(f"{name!r} {bits.shape} {bits.dtype} {bits.value:016x}\n".encode())
     return total.hexdigest()
 
 
-def _sum_bits(tensor: Tensor) -> int:
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    whole = data.numel() // 8 * 8
-    total = data.numel()  # two tensors of zeros differ by their size
-    if whole:
-        # A tensor that is a slice of another may not begin on a word.
-        aligned = data[:whole] if data.data_ptr() % 8 == 0 else data[:whole].clone()
+class BitSum:
+    """The sum of one tensor's bits, taken from its bytes as they come."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self.shape = tuple(shape)
+        self.dtype = dtype
+        self._total = prod(self.shape) * dtype.itemsize  # two tensors of zeros differ by their size
+        self._pending = torch.empty(0, dtype=torch.uint8, device="cpu")  # less than a block
+
+    def update(self, data: Tensor) -> None:
+        """Take the next bytes, ``uint8 [n]``, always on one device."""
+        if held := self._pending.numel():
+            room = BLOCK_BYTES - held
+            self._take(torch.cat((self._pending, data[:room])))
+            data = data[room:]
+        if data.numel():
+            self._take(data)
+
+    def _take(self, data: Tensor) -> None:
+        whole = data.numel() // BLOCK_BYTES * BLOCK_BYTES
+        self._total = self._chain(self._total, data[:whole])
+        self._pending = data[whole:].clone()
+
+    @property
+    def value(self) -> int:
+        """The sum, once every byte was given; below 2^64."""
+        whole = self._pending.numel() // 8 * 8
+        total = self._chain(self._total, self._pending[:whole])
+        tail = int.from_bytes(bytes(self._pending[whole:].tolist()), "little")
+        return (total * _P + tail) & _MASK
+
+    @staticmethod
+    def _chain(total: int, data: Tensor) -> int:
+        """Chain the sums of blocks of whole words."""
+        if not data.numel():  # which would split into one empty block
+            return total
+        # A slice of a tensor may not begin on a word.
+        aligned = data if data.data_ptr() % 8 == 0 else data.clone()
         for words in aligned.view(torch.int64).split(BLOCK):
             mixed = (words >> 29).bitwise_and_(_MASK >> 29).bitwise_xor_(words)
             block = mixed.mul_(_coefficients(words.device)[: words.numel()]).sum()
             total = (total * _P + int(block.item())) & _MASK
-    tail = int.from_bytes(bytes(data[whole:].tolist()), "little")
-    return (total * _P + tail) & _MASK
+        return total
+
+
+def _sum_of(tensor: Tensor) -> BitSum:
+    bits = BitSum(tensor.shape, tensor.dtype)
+    bits.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+    return bits
 
 
 @cache

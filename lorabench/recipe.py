@@ -71,6 +71,25 @@ class State(Mapping[str, float]):
 BASE = State()
 
 
+def bound_state(state: Mapping[str, float], bound: Iterable[str]) -> State:
+    """Return a mapping of strengths as a state, if it names bound adapters only.
+
+    Raises
+    ------
+    ConfigError
+        It isn't a mapping, or names another adapter.
+    """
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"expected a State or a mapping of strengths, found {state!r}")
+    state, bound = State(state), list(bound)
+    if unbound := [role for role in state if role not in bound]:
+        raise ConfigError(
+            f"state '{state}' needs adapter {', '.join(map(repr, unbound))}; bound are: "
+            f"{', '.join(map(repr, bound)) or 'none'}"
+        )
+    return state
+
+
 @dataclass(frozen=True)
 class Role:
     """What a recipe calls an adapter; a run binds roles to files."""

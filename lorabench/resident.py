@@ -7,7 +7,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from lorabench.adapter import Adapter
+from lorabench.adapter import Adapter, check_base
 from lorabench.checkpoint import Checkpoint, torch_dtype
 from lorabench.cost import Touches, Work, resident_bytes
 from lorabench.digest import digest
@@ -15,7 +15,7 @@ from lorabench.errors import AdapterError, ConfigError, UnavailableError, Weight
 from lorabench.fuse import Pair, Term
 from lorabench.kernels import Scratch, get_kernel
 from lorabench.machine import available_bytes
-from lorabench.recipe import BASE, State
+from lorabench.recipe import BASE, State, bound_state
 from lorabench.restore import make_restore
 
 
@@ -60,7 +60,7 @@ class ResidentWeights:
         self.device = _device(device)
         self.base = base
         self.adapters = MappingProxyType(dict(adapters))
-        self._check_adapters_fit()
+        check_base(base, self.adapters)
         self._lock = RLock()
         self._scratch = Scratch(self.device)
         self._kernel = get_kernel(kernel, self.device)
@@ -117,7 +117,7 @@ class ResidentWeights:
         FileError, AdapterError
             A file can't be read, a factor isn't finite, or a fused weight overflows.
         """
-        return self._sweep(lambda: self._load(self._bound(state), after_weight))
+        return self._sweep(lambda: self._load(bound_state(state, self.adapters), after_weight))
 
     def _load(self, state: State, after_weight: Callable[[str], None]) -> Work:
         if not self._tensors:
@@ -166,9 +166,10 @@ class ResidentWeights:
         WeightsLostError
             The weights were lost before, or the rebind failed and couldn't be undone.
         """
-        return self._sweep(lambda: self._rebind(self.state, self._bound(state), after_weight))
+        return self._sweep(lambda: self._rebind(bound_state(state, self.adapters), after_weight))
 
-    def _rebind(self, before: State, state: State, after_weight: Callable[[str], None]) -> Work:
+    def _rebind(self, state: State, after_weight: Callable[[str], None]) -> Work:
+        before = self.state
         if state == before:
             return Work()
         self._restore.check()
@@ -251,32 +252,6 @@ class ResidentWeights:
             )
         with self._lock:
             return sweep()
-
-    def _bound(self, state: Mapping[str, float]) -> State:
-        """Return the state as one of its own; it must name bound adapters only."""
-        if not isinstance(state, Mapping):
-            raise ConfigError(f"expected a State or a mapping of strengths, found {state!r}")
-        state = State(state)
-        if unbound := [role for role in state if role not in self.adapters]:
-            raise ConfigError(
-                f"state '{state}' needs adapter {', '.join(map(repr, unbound))}; bound are: "
-                f"{', '.join(map(repr, self.adapters)) or 'none'}"
-            )
-        return state
-
-    def _check_adapters_fit(self) -> None:
-        """Raise if an adapter was opened against another base: its pairs would not fit here."""
-        for role, adapter in self.adapters.items():
-            for pair in adapter.pairs:
-                mine = self.base.entries.get(pair.weight.name)
-                if mine is None or mine.spec != pair.weight:
-                    raise AdapterError(
-                        f"{adapter.file.path}: adapter '{role}' was opened against another base "
-                        f"than {self.base.path}: weight '{pair.weight.name}' is "
-                        f"{mine.spec.dtype if mine else 'missing'} "
-                        f"{list(mine.spec.shape) if mine else ''} here; open it with "
-                        f"Adapter.open(path, base.tensors)"
-                    )
 
     def _check_fits(self) -> None:
         base_bytes = sum(spec.nbytes for spec in self.base.tensors)

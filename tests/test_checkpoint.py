@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from lorabench.checkpoint import MAX_HEADER_BYTES, Checkpoint, torch_dtype, write_checkpoint
+from lorabench.checkpoint import Checkpoint, torch_dtype, write_checkpoint
 from lorabench.errors import FileError
 from lorabench.geometry import DTYPE_BYTES, TensorSpec, from_tensors, load_geometry
+from lorabench.header import MAX_HEADER_BYTES
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(

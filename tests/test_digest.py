@@ -47,7 +47,7 @@ def test_vector_arithmetic_gives_what_the_definition_gives_word_by_word(nbytes):
     from lorabench import digest as module
 
     tensor = torch.randint(256, (nbytes,), dtype=torch.uint8)
-    assert module._sum_bits(tensor) == plain_sum(bytes(tensor.tolist()))
+    assert module._sum_of(tensor).value == plain_sum(bytes(tensor.tolist()))
 
 
 @given(data=st.binary(min_size=1, max_size=40), bit=st.integers(0, 319))

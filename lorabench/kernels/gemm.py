@@ -13,6 +13,11 @@ TILE = 1 << 23
 """Elements in a tile of the delta: its f32 form is 32 MiB."""
 
 
+def tile_rows(in_: int) -> int:
+    """Return the rows of a weight ``[out, in_]`` that go into one product."""
+    return max(1, TILE // max(1, in_))
+
+
 def fuse_gemm(
     weight: Tensor, terms: Sequence[Term], scratch: Scratch, product: torch.dtype | None = None
 ) -> None:
@@ -26,7 +31,7 @@ def fuse_gemm(
     if product is None:
         product = product_dtype(weight.device)
     out, in_ = weight.shape
-    rows = max(1, TILE // in_)
+    rows = tile_rows(in_)
     factors = []
     for i, term in enumerate(terms):
         a = _rounded(term.pair.a, scratch, f"a{i}", product)
