@@ -1,0 +1,158 @@
+"""Files read and written past the page cache, in aligned blocks, through memory of our own.
+
+A base is read once and its fused copy written once: caching either only pushes out what others
+need, and copying through the cache costs the CPU that the products want. With ``O_DIRECT`` a
+file's offsets, lengths and the memory must be multiples of a block, so a range is read with the
+rest of its first and last block around it, and a writer carries what doesn't fill a block to its
+next write. Where a file system has no direct I/O (older tmpfs), files go through the cache.
+"""
+
+import errno
+import mmap
+import os
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from lorabench.checkpoint import Stamp
+from lorabench.errors import FileError
+
+BLOCK = 4096
+"""Bytes that offsets, lengths and addresses are multiples of; no disk in use asks for more."""
+
+_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+def round_up(nbytes: int) -> int:
+    """Return the next multiple of ``BLOCK``."""
+    return -(-nbytes // BLOCK) * BLOCK
+
+
+def aligned_memory(nbytes: int) -> mmap.mmap:
+    """Return private zeroed memory that begins on a block, in huge pages where there are any."""
+    # Python's own mmap(-1, n) is shared memory, which gets no huge pages.
+    memory = mmap.mmap(-1, max(BLOCK, nbytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+class Reader:
+    """A file opened for ranges of bytes, in any order and from one thread at a time.
+
+    Raises
+    ------
+    FileError
+        The file can't be opened, or isn't the one that ``stamp`` was taken of.
+    """
+
+    def __init__(self, path: Path, stamp: Stamp) -> None:
+        self.path = path
+        try:
+            self._fd = _open(path, os.O_RDONLY)
+        except OSError as error:
+            raise FileError(f"{path}: can't be opened: {error.strerror}") from error
+        status = os.fstat(self._fd)
+        if (status.st_size, status.st_mtime_ns, status.st_ino) != stamp:
+            os.close(self._fd)
+            raise FileError(f"{path}: changed since it was opened; open it again")
+
+    def read(self, begin: int, end: int, memory: memoryview) -> None:
+        """Read bytes ``[begin, end)`` and what shares their blocks to the start of ``memory``.
+
+        Byte ``begin`` lands at ``begin % BLOCK``. The memory begins on a block and holds whole
+        blocks.
+
+        Raises
+        ------
+        FileError
+            The file ended early or can't be read.
+        """
+        at = begin - begin % BLOCK
+        left = memory[: round_up(end - at)]
+        while at < end:
+            try:
+                count = os.preadv(self._fd, [left], at)
+            except OSError as error:
+                if not (error.errno == errno.EINVAL and at % BLOCK):  # else it ended in a block
+                    raise FileError(f"{self.path}: can't be read: {error.strerror}") from error
+                count = 0
+            if not count:
+                raise FileError(f"{self.path}: ended at byte {at:,}; the file was truncated")
+            at, left = at + count, left[count:]
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+
+class Writer:
+    """A file written from its start to its end; closed, it ends with the last byte given.
+
+    Parameters
+    ----------
+    path
+        The file; it is made, or goes on from ``at``.
+    at
+        Bytes that an earlier writer's :meth:`sync` left.
+    """
+
+    def __init__(self, path: Path, at: int = 0) -> None:
+        self._carry = aligned_memory(BLOCK)
+        self.at = at
+        """Bytes given so far."""
+        self._fd = _open(path, os.O_RDWR | os.O_CREAT | (0 if at else os.O_TRUNC))
+        try:
+            if at % BLOCK:
+                os.preadv(self._fd, [memoryview(self._carry)], at - at % BLOCK)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def write(self, memory: memoryview) -> None:
+        """Write the next bytes.
+
+        They begin ``at % BLOCK`` bytes into ``memory``, which begins on a block; what comes before
+        them there is overwritten.
+        """
+        held = self.at % BLOCK
+        memory[:held] = memoryview(self._carry)[:held]
+        whole = len(memory) - len(memory) % BLOCK
+        self._write_all(memory[:whole], self.at - held)
+        rest = memory[whole:]
+        memoryview(self._carry)[: len(rest)] = rest
+        self.at += len(memory) - held
+
+    def sync(self) -> None:
+        """Return when all bytes given are on the disk."""
+        if held := self.at % BLOCK:
+            self._write_all(memoryview(self._carry), self.at - held)
+        os.fsync(self._fd)
+
+    def _write_all(self, memory: memoryview, at: int) -> None:
+        while memory:
+            count = os.pwritev(self._fd, [memory], at)
+            at, memory = at + count, memory[count:]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self.sync()
+                os.ftruncate(self._fd, self.at)
+                os.fsync(self._fd)
+        finally:
+            os.close(self._fd)
+
+
+def _open(path: Path, flags: int) -> int:
+    try:
+        return os.open(path, flags | _DIRECT, 0o666)
+    except OSError:  # no direct I/O here, or a reason that shows again
+        return os.open(path, flags, 0o666)

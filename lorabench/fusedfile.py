@@ -1,0 +1,337 @@
+"""A base file streamed through a state into a new file, or a set of shards into a new set.
+
+The new file has the old one's tensors, in the same places: its header is padded so that they begin
+at the same byte of a disk's block, and what was read is fused where it lies and written from there.
+Until all of it is on the disk it is in a hidden folder beside its place, with a journal from which
+a run that was broken off goes on.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from lorabench.adapter import Adapter, check_base
+from lorabench.checkpoint import Checkpoint, check_room
+from lorabench.cost import Work
+from lorabench.directio import BLOCK, Writer, aligned_memory
+from lorabench.errors import AdapterError, ConfigError, FileError
+from lorabench.header import encode_header
+from lorabench.kernels.gemm import TILE
+from lorabench.kernels.scratch import product_dtype
+from lorabench.progress import progress
+from lorabench.recipe import State, bound_state
+from lorabench.segments import SEGMENT_BYTES, Segment, lay_out
+from lorabench.stream import get_streamed_kernel, stream
+
+SYNC_BYTES = 1 << 30
+"""Bytes between two entries of the journal: a broken run loses at most what it wrote since."""
+
+STATE_KEY = "lorabench.state"
+"""The metadata that says in which state a file's weights are."""
+
+_JOURNAL, _LOCK = ".journal.json", ".lock"
+
+
+@dataclass(frozen=True)
+class Fused:
+    """What :func:`fuse_file` wrote.
+
+    Attributes
+    ----------
+    nbytes
+        Of all files.
+    resumed_bytes
+        Of tensors that an earlier run had written before it was broken off.
+    work
+        What this run did.
+    """
+
+    path: Path
+    nbytes: int
+    resumed_bytes: int
+    work: Work
+
+
+def fuse_file(
+    base: Checkpoint,
+    adapters: Mapping[str, Adapter],
+    state: State,
+    out: str | Path,
+    *,
+    overwrite: bool = False,
+    segment_bytes: int = SEGMENT_BYTES,
+    sync_bytes: int = SYNC_BYTES,
+) -> Fused:
+    """Write a base with a state fused in; the bits are those of resident weights in that state.
+
+    Metadata are kept, and the state and its adapters added to them. The same call, made again after
+    one that was broken off, goes on where that stopped. What it takes in memory doesn't depend on
+    the model's size.
+
+    Parameters
+    ----------
+    out
+        A file whose name ends in ``.safetensors``; for a base in shards a folder, which gets shards
+        and an index of the same names.
+    overwrite
+        Replace a file that is there; a folder that holds something is never replaced.
+    segment_bytes, sync_bytes
+        Bytes in memory together, and between two entries of the journal.
+
+    Raises
+    ------
+    ConfigError
+        The state is empty or names an adapter that isn't bound, the base is fused already, or
+        ``out`` can't be what it is to become.
+    FileError
+        ``out`` exists, is an input, or can't be written; an input changed or can't be read.
+    AdapterError
+        A factor isn't finite, or a fused value overflows.
+    """
+    check_base(base, adapters)
+    state = bound_state(state, adapters)
+    used = {role: adapters[role] for role in state}
+    out = Path(out)
+    _check_inputs(base, state)
+    _check_output(base, used, out, overwrite)
+    segments = lay_out(base, used, state, limit=segment_bytes)
+    files = _new_files(base, used, state, out)
+    total = sum(file.nbytes for file in files)
+    task = _task(base, used, files, segment_bytes)
+    with _folder_for(out) as folder:
+        begun = done = _resume(folder, task, out)
+        try:
+            check_room(out, total - sum(p.stat().st_blocks * 512 for p in folder.rglob("*")))
+            for done in _write(base, used, segments, files, folder, begun, sync_bytes):
+                _save(folder, task, done)
+            for inputs in (base, *(adapter.file for adapter in used.values())):
+                inputs.check_unchanged()
+            _publish(base, folder, out)
+        except BaseException as error:
+            if isinstance(error, AdapterError) or not done:  # it would fail again, or begin anew
+                shutil.rmtree(folder, ignore_errors=True)
+            else:
+                warnings.warn(
+                    f"{out}: broken off; the same command goes on from what {folder} keeps",
+                    stacklevel=2,
+                )
+            raise
+    resumed = sum(segment.base_bytes for segment in segments[:begun])
+    return Fused(out, total, resumed, sum((s.work for s in segments[begun:]), Work()))
+
+
+def _check_inputs(base: Checkpoint, state: State) -> None:
+    if not state:
+        raise ConfigError(f"{base.path}: every strength is 0, so there is nothing to fuse; copy it")
+    if STATE_KEY in base.metadata:
+        raise ConfigError(
+            f"{base.path}: is fused already, in state '{base.metadata[STATE_KEY]}'; give the base "
+            f"that it was made from"
+        )
+
+
+def _check_output(
+    base: Checkpoint, adapters: Mapping[str, Adapter], out: Path, overwrite: bool
+) -> None:
+    sharded = base.path.suffix == ".json"
+    if sharded and out.suffix in (".safetensors", ".json"):
+        raise ConfigError(
+            f"{out}: the base {base.path} is in {len(base.stamps)} shards, and so will the output "
+            f"be; give a folder's name"
+        )
+    if not sharded and out.suffix != ".safetensors":
+        raise ConfigError(f"{out}: expected a file name that ends in .safetensors")
+    if not os.path.lexists(out):
+        return
+    if sharded and out.is_dir() and not any(out.iterdir()):
+        return
+    for inputs in (base, *(adapter.file for adapter in adapters.values())):
+        if any(out.exists() and out.samefile(file) for file in inputs.stamps):
+            raise FileError(f"{out}: is an input; a file can't be fused into itself")
+    if out.is_dir():
+        raise FileError(f"{out}: is a folder that holds something; choose another name")
+    if sharded or not overwrite:
+        raise FileError(f"{out}: exists already; choose another name or ask to overwrite it")
+
+
+class _New(NamedTuple):
+    """A file to be written, from one of the base's."""
+
+    source: Path
+    name: Path
+    header: bytes
+    shift: int  # of every tensor, whole blocks
+    nbytes: int
+
+
+def _new_files(
+    base: Checkpoint, adapters: Mapping[str, Adapter], state: State, out: Path
+) -> list[_New]:
+    """Lay out the new files: the old ones with other headers."""
+    added = {
+        STATE_KEY: str(state),
+        "lorabench.adapters": json.dumps(
+            [
+                {"role": role, "file": adapter.file.path.name, "strength": state[role],
+                 "scale": adapter.scale, "metadata": dict(adapter.file.metadata)}
+                for role, adapter in adapters.items()
+            ]
+        ),
+        "lorabench.rule": "Lightricks/LTX-2 1.2.0, ltx_core/loader/fuse_loras.py",
+    }  # fmt: skip
+    files = []
+    for source, (size, *_) in base.stamps.items():
+        held = Checkpoint.open(source)
+        start = size - sum(spec.nbytes for spec in held.tensors)
+        header = encode_header(
+            out,
+            [(entry.spec, entry.offset - start) for entry in held.entries.values()],
+            {**held.metadata, **added},
+            ends_at=start % BLOCK,
+            of=BLOCK,
+        )
+        name = Path(out.name) if base.path == source else _inside(source, base.path.parent)
+        shift = len(header) - start
+        files.append(_New(source, name, header, shift, size + shift))
+    return files
+
+
+def _inside(shard: Path, folder: Path) -> Path:
+    name = shard.relative_to(folder) if shard.is_relative_to(folder) else Path("..")
+    if ".." in name.parts:
+        raise FileError(
+            f"{shard}: this shard lies outside its index's folder {folder}; gather them in one"
+        )
+    return name
+
+
+def _task(
+    base: Checkpoint, adapters: Mapping[str, Adapter], files: Sequence[_New], segment_bytes: int
+) -> str:
+    """Return a text that differs wherever the bytes to be written, or their division, may."""
+    inputs = (base.identity, *(adapter.file.identity for adapter in adapters.values()))
+    how = (product_dtype(torch.device("cpu")), torch.__version__, TILE, segment_bytes)
+    told = repr((inputs, how, [file.header for file in files]))
+    return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+
+
+@contextmanager
+def _folder_for(out: Path) -> Iterator[Path]:
+    """Give the hidden folder beside ``out``, to this run alone."""
+    folder = out.with_name(f".{out.name}.partial")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / _LOCK).open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise FileError(f"{out}: another run is writing it; wait for its end") from None
+            yield folder
+    except OSError as error:
+        raise FileError(f"{out}: can't be written: {error.strerror or error}") from error
+
+
+def _resume(folder: Path, task: str, out: Path) -> int:
+    """Return the segments that an earlier run of the same task left; clear away another's."""
+    try:
+        journal = json.loads((folder / _JOURNAL).read_text())
+        if journal["task"] == task:
+            return int(journal["segments"])
+    except FileNotFoundError:
+        pass
+    except (ValueError, TypeError, KeyError):
+        journal = None  # what a crash of the machine left of it
+    else:
+        warnings.warn(f"{out}: an unfinished run with other inputs was cleared away", stacklevel=3)
+    for left in folder.iterdir():
+        if left.name != _LOCK:
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+    return 0
+
+
+def _save(folder: Path, task: str, segments: int) -> None:
+    journal = folder / _JOURNAL
+    with (new := journal.with_suffix(".new")).open("w") as stream:
+        json.dump({"task": task, "segments": segments}, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    new.replace(journal)
+
+
+def _write(
+    base: Checkpoint,
+    adapters: Mapping[str, Adapter],
+    segments: Sequence[Segment],
+    files: Sequence[_New],
+    folder: Path,
+    begun: int,
+    sync_bytes: int,
+) -> Iterator[int]:
+    """Write the segments from ``begun`` on; yield how many are on the disk, whenever they are."""
+    stamps = dict(base.stamps)
+    for adapter in adapters.values():
+        stamps |= adapter.file.stamps
+    left = segments[begun:]
+    with closing(stream(left, base, stamps, get_streamed_kernel("gemm"))) as streamed:
+        passed = progress(
+            streamed,
+            label=f"fuse {base.path.name}",
+            total=sum(segment.base_bytes for segment in left),
+            unit="B",
+            size=lambda item: item[0].base_bytes,
+        )
+        first = 0
+        for file in files:
+            end = first + sum(segment.reads[0].file == file.source for segment in segments)
+            if first < end <= begun:
+                first = end
+                continue
+            start = max(first, begun)
+            at = segments[start].reads[0].begin + file.shift if start > first else 0
+            (folder / file.name).parent.mkdir(parents=True, exist_ok=True)
+            with Writer(folder / file.name, at) as writer:
+                if not at:
+                    writer.write(_in_memory(file.header))
+                synced = writer.at
+                for number in range(start, end):
+                    segment, memory = next(passed)
+                    read = segment.reads[0]
+                    nbytes = read.begin % BLOCK + read.end - read.begin
+                    writer.write(memory[read.at : read.at + nbytes].numpy().data)
+                    if writer.at - synced >= sync_bytes and number + 1 < end:
+                        writer.sync()
+                        synced = writer.at
+                        yield number + 1
+            yield end
+            first = end
+        next(passed, None)
+
+
+def _in_memory(header: bytes) -> memoryview:
+    memory = memoryview(aligned_memory(len(header)))[: len(header)]
+    memory[:] = header
+    return memory
+
+
+def _publish(base: Checkpoint, folder: Path, out: Path) -> None:
+    """Give what was written its own name, in one step."""
+    if base.path.suffix != ".json":
+        (folder / out.name).replace(out)
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    with (folder / base.path.name).open("wb") as index:
+        index.write(base.path.read_bytes())
+        os.fsync(index.fileno())
+    for mine in (_JOURNAL, _LOCK):
+        (folder / mine).unlink()
+    folder.rename(out)

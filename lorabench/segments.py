@@ -1,0 +1,232 @@
+"""A pass over a base's file, laid out before it is read: what is in memory together, and where.
+
+A **segment** is a run of the base's bytes with the factors that its weights need, 64 MiB or so.
+Within it the unit is the **tile**: the rows of a weight that
+:func:`lorabench.kernels.gemm.fuse_gemm` multiplies at a time, so that weights fused tile by tile
+come out of the same products as whole ones, and have the same bits.
+
+A segment holds all that its tiles need (their rows of B, and A again where a weight goes over
+several segments), so that no two segments share memory, and none waits for another's.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from lorabench.adapter import Adapter, PairEntry
+from lorabench.checkpoint import Checkpoint
+from lorabench.cost import Work
+from lorabench.directio import BLOCK, round_up
+from lorabench.geometry import TensorSpec
+from lorabench.header import Entry
+from lorabench.kernels.gemm import tile_rows
+from lorabench.recipe import State
+
+SEGMENT_BYTES = 64 << 20
+
+
+class Read(NamedTuple):
+    """Bytes ``[begin, end)`` of a file, in whole blocks from ``at`` in a segment's memory."""
+
+    file: Path
+    begin: int
+    end: int
+    at: int
+
+    @property
+    def first(self) -> int:
+        """Where byte ``begin`` lies in the memory."""
+        return self.at + self.begin % BLOCK
+
+    @property
+    def after(self) -> int:
+        """Where the memory is free again."""
+        return self.at + round_up(self.begin % BLOCK + self.end - self.begin)
+
+
+class Piece(NamedTuple):
+    """Consecutive bytes of one tensor, as they lie in a segment's memory."""
+
+    name: str
+    at: int
+    nbytes: int
+    last: bool  # of the tensor
+
+
+class Rows(NamedTuple):
+    """Rows of a tensor, as they lie in a segment's memory; ``spec`` is theirs."""
+
+    spec: TensorSpec
+    at: int
+
+
+class Factors(NamedTuple):
+    """What one adapter adds to a tile."""
+
+    a: Rows  # [rank, in]
+    b: Rows  # [rows, rank]
+    scale: float
+    strength: float
+    file: Path
+
+
+class Tile(NamedTuple):
+    """Rows of a touched weight, and the factors to fuse into them, in the state's order."""
+
+    weight: Rows  # [rows, in]
+    top: int  # the first row's number in the whole weight
+    factors: tuple[Factors, ...]
+
+
+class Segment(NamedTuple):
+    """What is in memory together; the base's reads come first, one for each gapless run."""
+
+    reads: tuple[Read, ...]
+    pieces: tuple[Piece, ...]
+    tiles: tuple[Tile, ...]
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory that it takes, in whole blocks."""
+        return self.reads[-1].after
+
+    @property
+    def base_bytes(self) -> int:
+        """Bytes of the base's tensors."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+    @property
+    def work(self) -> Work:
+        """What passing it takes, factors that are read again included."""
+        return Work(
+            flops=sum(
+                2 * tile.weight.spec.params * factors.a.spec.shape[0]
+                for tile in self.tiles
+                for factors in tile.factors
+            ),
+            file_bytes=sum(read.end - read.begin for read in self.reads),
+            fused_params=sum(tile.weight.spec.params for tile in self.tiles),
+        )
+
+
+def lay_out(
+    base: Checkpoint,
+    adapters: Mapping[str, Adapter],
+    state: State,
+    names: Iterable[str] | None = None,
+    limit: int = SEGMENT_BYTES,
+) -> list[Segment]:
+    """Divide a pass into a state, in the order of the files' bytes; a file's end ends a segment.
+
+    Parameters
+    ----------
+    names
+        The base's tensors to pass; all of them by default.
+    limit
+        Bytes of a segment, unless one tile is larger.
+    """
+    wanted = base.entries.keys() if names is None else set(names)
+    files = {file: number for number, file in enumerate(base.stamps)}
+    entries = sorted(
+        (entry for name, entry in base.entries.items() if name in wanted and entry.spec.nbytes),
+        key=lambda entry: (files[entry.file], entry.offset),
+    )
+    pairs: dict[str, list[_Bound]] = {}
+    for role, strength in state.items():
+        for pair in adapters[role].pairs:
+            bound = _Bound(pair, adapters[role], strength)
+            pairs.setdefault(pair.weight.name, []).append(bound)
+    laid: list[Segment] = []
+    held: list[_Part] = []
+    for entry in entries:
+        for part in _parts(entry, pairs.get(entry.spec.name, ()), limit):
+            full = sum(p.nbytes for p in held) + part.nbytes > limit
+            if held and (full or held[-1].entry.file != entry.file):
+                laid.append(_segment(held))
+                held = []
+            held.append(part)
+    return [*laid, _segment(held)] if held else laid
+
+
+class _Bound(NamedTuple):
+    pair: PairEntry
+    adapter: Adapter
+    strength: float
+
+
+class _Part(NamedTuple):
+    """What goes into a segment undivided: a tile, or some bytes of a tensor that isn't touched."""
+
+    entry: Entry
+    begin: int
+    end: int
+    top: int
+    rows: int
+    pairs: Sequence[_Bound]
+
+    @property
+    def nbytes(self) -> int:
+        factors = sum(
+            bound.pair.a.spec.nbytes + self.rows * _row_bytes(bound.pair.b) for bound in self.pairs
+        )
+        return self.end - self.begin + factors
+
+
+def _parts(entry: Entry, pairs: Sequence[_Bound], limit: int) -> Iterator[_Part]:
+    if not pairs:
+        end = entry.offset + entry.spec.nbytes
+        for begin in range(entry.offset, end, limit):
+            yield _Part(entry, begin, min(begin + limit, end), 0, 0, ())
+        return
+    out, in_ = entry.spec.shape
+    step = tile_rows(in_)
+    for top in range(0, out, step):
+        rows = min(step, out - top)
+        begin = entry.offset + top * _row_bytes(entry)
+        yield _Part(entry, begin, begin + rows * _row_bytes(entry), top, rows, pairs)
+
+
+def _row_bytes(entry: Entry) -> int:
+    return entry.spec.nbytes // entry.spec.shape[0]
+
+
+def _segment(parts: Sequence[_Part]) -> Segment:
+    reads: list[Read] = []
+    placed: dict[tuple[Path, int, int], int] = {}
+
+    def place(file: Path, begin: int, end: int) -> int:
+        """Return where these bytes will lie; what follows on another's end is read with it."""
+        if (file, begin, end) not in placed:
+            if reads and (reads[-1].file, reads[-1].end) == (file, begin):
+                reads[-1] = reads[-1]._replace(end=end)
+            else:
+                reads.append(Read(file, begin, end, reads[-1].after if reads else 0))
+            placed[file, begin, end] = reads[-1].first + begin - reads[-1].begin
+        return placed[file, begin, end]
+
+    def place_rows(entry: Entry, top: int, rows: int) -> Rows:
+        spec = TensorSpec(entry.spec.name, (rows, *entry.spec.shape[1:]), entry.spec.dtype)
+        begin = entry.offset + top * _row_bytes(entry)
+        return Rows(spec, place(entry.file, begin, begin + spec.nbytes))
+
+    pieces = []
+    for part in parts:
+        at = place(part.entry.file, part.begin, part.end)
+        last = part.end == part.entry.offset + part.entry.spec.nbytes
+        pieces.append(Piece(part.entry.spec.name, at, part.end - part.begin, last))
+    tiles = []
+    for part in parts:
+        if part.pairs:
+            factors = tuple(
+                Factors(
+                    place_rows(pair.a, 0, pair.rank),
+                    place_rows(pair.b, part.top, part.rows),
+                    adapter.scale,
+                    strength,
+                    adapter.file.path,
+                )
+                for pair, adapter, strength in part.pairs
+            )
+            weight = place_rows(part.entry, part.top, part.rows)
+            tiles.append(Tile(weight, part.top, factors))
+    return Segment(tuple(reads), tuple(pieces), tuple(tiles))

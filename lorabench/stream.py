@@ -1,0 +1,184 @@
+"""Segments of a base passed through memory: read, fused and given on, all three at once.
+
+Three segments are in memory, whatever the model's size: one being read, one being fused, one
+being given on. One thread reads; the others fuse tiles, each with its own scratch memory and its
+own share of torch's threads; the caller takes the segments in order.
+"""
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from queue import Queue
+from threading import Event, Thread, local
+
+import torch
+from torch import Tensor
+
+from lorabench.checkpoint import Checkpoint, Stamp, torch_dtype
+from lorabench.directio import Reader, aligned_memory
+from lorabench.errors import AdapterError, UnavailableError
+from lorabench.fuse import Pair, Term
+from lorabench.kernels import Kernel, Scratch, get_kernel
+from lorabench.segments import Rows, Segment, Tile
+
+BUFFERS = 3
+MAX_WORKERS = 4  # each holds some 130 MB of scratch at LTX-2.5's width
+
+STREAMED_KERNELS = ("gemm", "scalar")
+"""Kernels that give a row the same bits in whichever tile; the reference wants weights whole."""
+
+
+def get_streamed_kernel(name: str) -> Kernel:
+    """Return a kernel by name, for tiles on the CPU.
+
+    Raises
+    ------
+    UnavailableError
+        No such kernel, or it can't be given tiles.
+    """
+    kernel = get_kernel(name, torch.device("cpu"))
+    if name not in STREAMED_KERNELS:
+        raise UnavailableError(
+            f"kernel '{name}' can't be streamed: it wants a weight whole; choose from "
+            f"{', '.join(STREAMED_KERNELS)}"
+        )
+    return kernel
+
+
+def stream(
+    segments: Sequence[Segment],
+    base: Checkpoint,
+    stamps: Mapping[Path, Stamp],
+    kernel: Kernel | None,
+) -> Generator[tuple[Segment, Tensor], None, None]:
+    """Read segments and fuse their tiles; give each in order, with its memory as ``uint8 [n]``.
+
+    The memory is the caller's until it asks for the next segment. Meanwhile torch's threads are
+    shared out among the workers, which for a program's other products is as if it had set fewer.
+
+    Parameters
+    ----------
+    stamps
+        Of every file that is read, from when it was opened.
+    kernel
+        None leaves the base's bits: reading alone.
+
+    Raises
+    ------
+    FileError
+        A file changed, ended early or can't be read.
+    AdapterError
+        A factor isn't finite, or a fused value overflows.
+    """
+    if not segments:
+        return
+    ended = Event()
+    free: Queue[Tensor | None] = Queue()
+    filled: Queue[tuple[Segment, Tensor, list[Future[None]]] | BaseException] = Queue()
+    nbytes = max(segment.memory_bytes for segment in segments)
+    for _ in range(min(BUFFERS, len(segments))):
+        free.put(torch.frombuffer(aligned_memory(nbytes), dtype=torch.uint8))
+
+    def read() -> None:
+        try:
+            with ExitStack() as stack:
+                readers = {}
+                for segment in segments:
+                    memory = free.get()
+                    if memory is None or ended.is_set():
+                        return
+                    view = memory.numpy().data
+                    for file, begin, end, at in segment.reads:
+                        if file not in readers:
+                            readers[file] = Reader(file, stamps[file])
+                            stack.callback(readers[file].close)
+                        readers[file].read(begin, end, view[at:])
+                    tiles = segment.tiles if kernel else ()
+                    fused = [pool.submit(fuse, tile, memory) for tile in tiles]
+                    filled.put((segment, memory, fused))
+        except BaseException as error:
+            filled.put(error)
+
+    scratch = local()
+
+    def fuse(tile: Tile, memory: Tensor) -> None:
+        assert kernel is not None
+        if not hasattr(scratch, "mine"):
+            scratch.mine = Scratch()
+        _fuse(tile, memory, base, kernel, scratch.mine)
+
+    workers = min(MAX_WORKERS, torch.get_num_threads())
+    reader = Thread(target=read, name="reader", daemon=True)
+    with _threads(torch.get_num_threads() // workers):
+        pool = ThreadPoolExecutor(workers, "worker")
+        try:
+            reader.start()
+            for _ in segments:
+                item = filled.get()
+                if isinstance(item, BaseException):
+                    raise item
+                segment, memory, fused = item
+                for tile in fused:
+                    tile.result()
+                yield segment, memory
+                free.put(memory)
+        finally:
+            ended.set()
+            free.put(None)
+            pool.shutdown(cancel_futures=True)
+            reader.join()
+
+
+def _fuse(tile: Tile, memory: Tensor, base: Checkpoint, kernel: Kernel, scratch: Scratch) -> None:
+    weight = _view(memory, tile.weight)
+    terms = []
+    for a, b, scale, strength, file in tile.factors:
+        pair = Pair(_view(memory, a), _view(memory, b), scale)
+        for factor, rows in ((pair.a, a), (pair.b, b)):
+            if bad := _not_finite(factor):
+                raise AdapterError(
+                    f"{file}: tensor '{rows.spec.name}': {bad:,} values are not finite; the "
+                    f"adapter is damaged or its training diverged"
+                )
+        terms.append(Term(pair, strength))
+    kernel(weight, terms, scratch)
+    if _not_finite(weight):
+        name = tile.weight.spec.name
+        before = base.read(name)[tile.top : tile.top + len(weight)]
+        if count := int((before.isfinite() & ~weight.isfinite()).sum()):
+            raise AdapterError(
+                f"{base.path}: weight '{name}': {count:,} values overflow in rows {tile.top} to "
+                f"{tile.top + len(weight) - 1}; lower the strength, or check the adapter"
+            )
+    if weight.data_ptr() not in _span(memory):  # fused in a copy, for being aligned
+        at, nbytes = tile.weight.at, tile.weight.spec.nbytes
+        memory[at : at + nbytes] = weight.reshape(-1).view(torch.uint8)
+
+
+def _view(memory: Tensor, rows: Rows) -> Tensor:
+    """Return rows as a tensor: in the memory, or copied where they lie askew for their dtype."""
+    dtype = torch_dtype(rows.spec.dtype)
+    data = memory[rows.at : rows.at + rows.spec.nbytes]
+    if rows.at % dtype.itemsize:
+        data = data.clone()
+    return data.view(dtype).view(rows.spec.shape)
+
+
+def _span(memory: Tensor) -> range:
+    return range(memory.data_ptr(), memory.data_ptr() + memory.numel())
+
+
+def _not_finite(values: Tensor) -> int:
+    """Count values that are NaN or infinite; one read, where there are none."""
+    return 0 if values.sum().isfinite() else int((~values.isfinite()).sum())
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

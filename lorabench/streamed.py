@@ -1,0 +1,149 @@
+"""Weights too big for memory, passed through a plan's states one after another."""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
+from types import MappingProxyType
+
+from torch import Tensor
+
+from lorabench.adapter import Adapter, check_base
+from lorabench.checkpoint import Checkpoint, torch_dtype
+from lorabench.cost import Work
+from lorabench.digest import BitSum, combine
+from lorabench.errors import UnavailableError, WeightsLostError
+from lorabench.progress import progress
+from lorabench.recipe import BASE, State, bound_state
+from lorabench.segments import Segment, lay_out
+from lorabench.stream import get_streamed_kernel, stream
+
+
+def _ignore(name: str) -> None:
+    """Do nothing after a weight."""
+
+
+class StreamedWeights:
+    """A base's weights in one state after another, of which only sums are kept.
+
+    Each load and rebind is done in full, from the disk: what a resident rebind would touch is read,
+    fused, summed up bit by bit, and dropped. So a plan runs in 1 GB or so, whatever the model's
+    size, and a state's digest is that of :class:`~lorabench.resident.ResidentWeights`.
+
+    Parameters
+    ----------
+    base, adapters, kernel
+        As for resident weights; ``reread`` is the only restore, for nothing else keeps nothing.
+    keep
+        First rows to keep of each weight that the last sweep passed, by name, to be checked.
+
+    Raises
+    ------
+    UnavailableError
+        A kernel that can't be given tiles, or a restore other than ``reread``.
+    """
+
+    def __init__(
+        self,
+        base: Checkpoint,
+        adapters: Mapping[str, Adapter] = MappingProxyType({}),
+        *,
+        kernel: str = "gemm",
+        restore: str = "reread",
+        keep: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        if restore != "reread":
+            raise UnavailableError(
+                f"restore '{restore}' needs weights that stay in memory; streamed weights are read "
+                f"again, so choose 'reread'"
+            )
+        self.base = base
+        self.adapters = MappingProxyType(dict(adapters))
+        check_base(base, self.adapters)
+        self.kept: dict[str, Tensor] = {}
+        self._keep = keep
+        self._kernel = get_streamed_kernel(kernel)
+        self._sums: dict[str, BitSum] = {}
+        self._state: State | None = None
+
+    @property
+    def state(self) -> State:
+        """The state that the last load or rebind went through to."""
+        if self._state is None:
+            raise WeightsLostError("no load or rebind has come to its end; call load()")
+        return self._state
+
+    def digest(self) -> str:
+        """Return a checksum of all bits in this state."""
+        _ = self.state
+        return combine(self._sums)
+
+    def load(self, state: State = BASE, after_weight: Callable[[str], None] = _ignore) -> Work:
+        """Pass every tensor into a state.
+
+        ``after_weight`` is called with a tensor's name when all of it has passed.
+
+        Raises
+        ------
+        ConfigError
+            The state names an adapter that isn't bound.
+        FileError, AdapterError
+            A file can't be read, a factor isn't finite, or a fused weight overflows.
+        """
+        return self._sweep(self.base.entries, bound_state(state, self.adapters), after_weight)
+
+    def rebind(self, state: State, after_weight: Callable[[str], None] = _ignore) -> Work:
+        """Pass the weights that the state before or the new one touches.
+
+        Raises
+        ------
+        ConfigError, FileError, AdapterError
+            As for a load.
+        WeightsLostError
+            Nothing was loaded, or the last load or rebind failed.
+        """
+        before, state = self.state, bound_state(state, self.adapters)
+        if state == before:
+            return Work()
+        touched = {p.weight.name for role in (*before, *state) for p in self.adapters[role].pairs}
+        return self._sweep(touched, state, after_weight)
+
+    def _sweep(
+        self, names: Iterable[str], state: State, after_weight: Callable[[str], None]
+    ) -> Work:
+        self._state = None
+        self.kept = {}
+        names = list(names)
+        segments = lay_out(self.base, self.adapters, state, names)
+        for name in names:
+            spec = self.base.entries[name].spec
+            self._sums[name] = BitSum(spec.shape, torch_dtype(spec.dtype))
+            if not spec.nbytes:
+                after_weight(name)
+        stamps = dict(self.base.stamps)
+        for adapter in self.adapters.values():
+            stamps |= adapter.file.stamps
+        with closing(stream(segments, self.base, stamps, self._kernel)) as streamed:
+            passed = progress(
+                streamed,
+                label=f"pass into {state}",
+                total=sum(segment.base_bytes for segment in segments),
+                unit="B",
+                size=lambda item: item[0].base_bytes,
+            )
+            for segment, memory in passed:
+                self._take(segment, memory, after_weight)
+        self.base.check_unchanged()
+        self._state = state
+        return sum((segment.work for segment in segments), Work())
+
+    def _take(self, segment: Segment, memory: Tensor, after_weight: Callable[[str], None]) -> None:
+        for name, at, nbytes, last in segment.pieces:
+            self._sums[name].update(memory[at : at + nbytes])
+            if last:
+                after_weight(name)
+        for (spec, at), top, _ in segment.tiles:
+            if top == 0 and spec.name in self._keep:
+                rows = min(spec.shape[0], self._keep[spec.name])
+                nbytes = rows * (spec.nbytes // spec.shape[0])
+                data = memory[at : at + nbytes].clone()
+                kept = data.view(torch_dtype(spec.dtype)).view(rows, *spec.shape[1:])
+                self.kept[spec.name] = kept
