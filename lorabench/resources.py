@@ -1,4 +1,4 @@
-"""Model templates and recipes: where the shipped ones live, and how any is read."""
+"""Model templates, recipes and claims: where the shipped ones live, and how any is read."""
 
 import os
 import tomllib
@@ -27,6 +27,21 @@ def data_folder(kind: str) -> Path:
     raise ConfigError(
         f"shipped data folder '{kind}' not found beside {package}; reinstall lorabench"
     )
+
+
+def data_file(name: str) -> Path:
+    """Return a shipped file that stands beside those folders, as ``claims.toml``.
+
+    Raises
+    ------
+    ConfigError
+        Neither place has the file: the installation is damaged.
+    """
+    package = Path(__file__).parent
+    for file in (package / "data" / name, package.parent / "data" / name):
+        if file.is_file():
+            return file
+    raise ConfigError(f"shipped file '{name}' not found beside {package}; reinstall lorabench")
 
 
 def read_toml(path: Path) -> dict[str, Any]:

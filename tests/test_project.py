@@ -46,14 +46,16 @@ def test_a_wheel_finds_its_templates_recipes_and_assets(installed):
     found = python(
         installed,
         "import json, lorabench.geometry as g, lorabench.recipe as r, lorabench.page as p;"
+        "import lorabench.claims as c;"
         "from pathlib import Path; print(json.dumps([g.__file__, g.geometry_names(),"
         "len(r.recipe_names()), g.load_geometry('ltx-2.5-22b').counts().targets,"
-        "sorted(f.name for f in Path(p.TEMPLATES).rglob('*.gz'))]))",
+        "sorted(f.name for f in Path(p.TEMPLATES).rglob('*.gz')), len(c.load_claims())]))",
     )
     assert Path(found[0]).is_relative_to(installed)
     assert found[1] == ["ltx-2.5-22b"]
     assert found[2:4] == [12, 1660]
     assert len(found[4]) == 1
+    assert found[5] > 80
 
 
 def test_the_wheel_holds_no_tests_notebooks_or_records(installed):
