@@ -7,7 +7,7 @@ blocks as many times as asked, never by a plain ratio.
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from lorabench.cost import Parts, Prices
 from lorabench.errors import ConfigError
@@ -97,16 +97,17 @@ def timeline(
 
 
 def walked(records: Iterable[Record]) -> "pd.DataFrame":
-    """Lay out measured walks: a row for each load and rebind, with :func:`timeline`'s columns.
+    """Lay out measured walks, resident or streamed: a row for each load and rebind.
 
-    A load into a fused state is one row; its ``part`` is ``load``. ``strategy`` names the walk.
+    The columns are :func:`timeline`'s. A load into a fused state is one row; its ``part`` is
+    ``load``. ``strategy`` names the walk.
     """
     import pandas as pd
 
     rows = []
     for record in records:
         case = record.case
-        if case["bench"] != "walk":
+        if case["bench"] not in ("walk", "stream"):
             continue
         part = (
             "load" if case["action"] == "load" else "fuse" if case["state"] != "base" else "restore"
@@ -165,3 +166,59 @@ def rebind_costs(
                     }
                 )
     return pd.DataFrame(rows)
+
+
+class Extrapolation(NamedTuple):
+    """What a pass's first part said of the whole, and what the whole then took."""
+
+    flops_per_second: float
+    predicted_seconds: float
+    seconds: float
+
+    @property
+    def error(self) -> float:
+        """Predicted over actual seconds, less one: below zero, if the prediction was too short."""
+        return self.predicted_seconds / self.seconds - 1
+
+
+def first_tenth(record: Record) -> Extrapolation:
+    """Predict a whole scalar pass from the rate of its first tenth, and hold it against its time.
+
+    The tenth is of the operations, and ends with the step that completes it.
+
+    Raises
+    ------
+    ConfigError
+        The record isn't of a scalar pass, or of one that was broken off.
+    """
+    flops, total = (record.counted.get(name, 0) for name in ("flops", "pass_flops"))
+    if record.case["bench"] != "loop" or not total or flops < total:
+        raise ConfigError(
+            f"record of bench '{record.case['bench']}': expected a scalar pass that ran to its "
+            f"end, found {flops:,} of {total:,} operations; run 'lorabench bench loop --whole'"
+        )
+    steps = cast("list[dict[str, Any]]", record.details["progress"])
+    tenth = next(step for step in steps if step["flops"] >= total / 10)
+    rate = tenth["flops"] / tenth["seconds"]
+    return Extrapolation(rate, total / rate, record.seconds[0])
+
+
+class Hours(NamedTuple):
+    """A duration that was extrapolated, between the bounds that a known error gives it."""
+
+    low: float
+    expected: float
+    high: float
+
+
+def hours(flops: float, flops_per_second: float, error: float) -> Hours:
+    """Return the hours that operations take at a rate that may be off as another one was.
+
+    With ``error`` as `Extrapolation` has it, that prediction was off by the factor
+    q = max(1 + error, 1 / (1 + error)). The bounds are the expected hours over and times q, so
+    that one of them is the prediction corrected by the error, whichever way it went, and the other
+    as far off on the other side.
+    """
+    expected = flops / flops_per_second / 3600
+    factor = max(1 + error, 1 / (1 + error))
+    return Hours(expected / factor, expected, expected * factor)

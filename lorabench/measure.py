@@ -133,19 +133,63 @@ def memory_source() -> str:
     return "RssAnon" if _STATUS.exists() and "RssAnon:" in _STATUS.read_text() else "uss"
 
 
-def private_bytes() -> int:
-    """Return the memory in use that is this process's own: no mapped files, no shared pages."""
+def private_bytes(pid: int | None = None) -> int:
+    """Return the memory in use that is a process's own: no mapped files, no shared pages.
+
+    Parameters
+    ----------
+    pid
+        Of which process; by default of this one.
+
+    Raises
+    ------
+    ProcessLookupError
+        The process has ended, as far as Linux tells.
+    """
     if memory_source() == "RssAnon":
-        line = next(row for row in _STATUS.read_text().splitlines() if row.startswith("RssAnon:"))
-        return int(line.split()[1]) * 1024
+        status = _STATUS if pid is None else Path(f"/proc/{pid}/status")
+        for row in status.read_text().splitlines():
+            if row.startswith("RssAnon:"):
+                return int(row.split()[1]) * 1024
+        raise ProcessLookupError(f"process {pid} has ended: its status tells of no memory")
     import psutil
 
-    return int(psutil.Process().memory_full_info().uss)
+    return int(psutil.Process(pid).memory_full_info().uss)
+
+
+class CpuUse:
+    """CPU time used from here on by each thread of a process, and by the rest of the machine.
+
+    Ticks of 10 ms on Linux. ``used`` is by the system's id of a thread, as of the last `update`.
+    """
+
+    def __init__(self, pid: int | None = None) -> None:
+        import psutil
+
+        self._process = psutil.Process(pid)
+        self._busy = _busy_seconds()
+        self._totals: dict[int, float] = {}
+        self.used: dict[int, float] = {}
+        self.update()
+        self.used = dict.fromkeys(self._totals, 0.0)  # what came before isn't ours
+
+    def update(self) -> None:
+        """Add up what each thread has used since the last time."""
+        for thread, user, system in self._process.threads():
+            total, last = user + system, self._totals.get(thread, 0.0)
+            # A total that fell belongs to a new thread, to which the system gave an old one's id.
+            used = total - last if total >= last else total
+            self.used[thread] = self.used.get(thread, 0.0) + used
+            self._totals[thread] = total
+
+    def of_others(self, watching: float = 0.0) -> float:
+        """Return what neither the process nor the seconds spent on ``watching`` it account for."""
+        return max(0.0, _busy_seconds() - self._busy - sum(self.used.values()) - watching)
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What an `Observer` saw between entry and exit.
+    """What an `Observer`, or a :class:`lorabench.outside.Watch`, saw between entry and exit.
 
     Parameters
     ----------
@@ -207,20 +251,14 @@ class Observer:
         self._times: list[float] = []
         self._bytes: list[int] = []
         self._names: dict[int, str] = {}
-        self._cpu_total: dict[int, float] = {}
-        self._cpu_used: dict[int, float] = {}
         self._stacks: Counter[tuple[str, ...]] = Counter()
         self._observation: Observation | None = None
 
     def __enter__(self) -> Self:
-        import psutil
-
-        self._process = psutil.Process()
         self._observed = threading.get_ident()
-        self._busy = _busy_seconds()
+        self._cpu = CpuUse()
         self._start = time.perf_counter()
         self._sample()
-        self._cpu_used = dict.fromkeys(self._cpu_total, 0.0)  # what came before isn't ours
         self._sampler.start()
         return self
 
@@ -228,18 +266,18 @@ class Observer:
         self._stop.set()
         self._sampler.join()
         self._sample()
-        seconds, busy = self._times[-1], _busy_seconds() - self._busy
+        seconds = self._times[-1]
         self._observation = Observation(
             times=tuple(self._times),
             private_bytes=tuple(self._bytes),
             memory_source=memory_source(),
             thread_cpu={
                 f"{self._names.get(thread, 'native')} {thread}": used / seconds
-                for thread, used in self._cpu_used.items()
+                for thread, used in self._cpu.used.items()
                 if thread != self._sampler.native_id
             },
             stacks=dict(self._stacks),
-            others_cores=max(0.0, busy - sum(self._cpu_used.values())) / seconds,
+            others_cores=self._cpu.of_others() / seconds,
         )
         if self._failure is not None and kind is None:
             raise LorabenchError(f"sampling stopped half-way: {self._failure!r}") from self._failure
@@ -266,12 +304,7 @@ class Observer:
         self._times.append(time.perf_counter() - self._start)
         self._bytes.append(private_bytes())
         self._names |= {t.native_id: t.name for t in threading.enumerate() if t.native_id}
-        for thread, user, system in self._process.threads():
-            total, last = user + system, self._cpu_total.get(thread, 0.0)
-            # A total that fell belongs to a new thread, to which the system gave an old one's id.
-            used = total - last if total >= last else total
-            self._cpu_used[thread] = self._cpu_used.get(thread, 0.0) + used
-            self._cpu_total[thread] = total
+        self._cpu.update()
 
 
 def _busy_seconds() -> float:

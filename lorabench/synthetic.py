@@ -117,15 +117,21 @@ class Size:
 
 SIZES = {
     "tiny": Size(2, 16, "two blocks at a 16th of the width: seconds, for tests"),
+    "small": Size(2, 4, "two blocks at a quarter of the width: a scalar pass of half a minute"),
     "laptop": Size(2, 1, "two blocks at the real width: minutes, 8 GB of memory"),
     "full": Size(48, 1, "all 48 blocks, without the connectors: 47 GB on disk and in memory"),
 }
 
 
 def sample_weights(
-    folder: str | Path, size: str, adapters: Sequence[str] = ("distilled",)
+    folder: str | Path, size: str, adapters: Sequence[str] = ("distilled",), *, held: bool = True
 ) -> Files:
     """Give LTX-2.5 weights of a size in a folder of their own, written on the first call.
+
+    Parameters
+    ----------
+    held
+        Whether they are to be held in memory, and so have to fit.
 
     Raises
     ------
@@ -146,7 +152,7 @@ def sample_weights(
     if files.base.exists() and Checkpoint.open(files.base).tensors != geometry.tensors:
         raise FileError(f"{files.base}: holds other weights than size '{size}'; remove {folder}")
     need, have = _tensor_bytes(geometry, adapters), available_bytes()
-    if have is not None and need > have:
+    if held and have is not None and need > have:
         raise UnavailableError(
             f"size '{size}' needs {need:,} bytes of memory, {have:,} are free; choose a smaller "
             f"size"

@@ -3,7 +3,15 @@
 import pytest
 
 from lorabench.cost import Parts, Prices
-from lorabench.derive import at_rate, prices, rebind_costs, timeline, walked
+from lorabench.derive import (
+    at_rate,
+    first_tenth,
+    hours,
+    prices,
+    rebind_costs,
+    timeline,
+    walked,
+)
 from lorabench.errors import ConfigError
 from lorabench.geometry import load_geometry
 from lorabench.plan import STRATEGIES
@@ -108,3 +116,46 @@ def test_rebind_costs_lists_each_distinct_rebind_once():
         ("hq_two_stage", "distilled@0.25 → distilled@0.5", 330),
         ("hq_two_stage", "distilled@0.5 → distilled@0.25", 330),
     ]
+
+
+def scalar_pass(flops=1000, **case):
+    """A pass of 1000 operations: the first tenth takes 2 s, the other nine 3 s each."""
+    return Record(
+        case={"bench": "loop"} | case,
+        seconds=(29.0,),
+        counted={"flops": flops, "pass_flops": 1000},
+        check="bits",
+        environment={"machine": "m"},
+        commit="c",
+        provenance="measured",
+        details={
+            "progress": [
+                {"seconds": 1.5, "flops": 60},
+                {"seconds": 2.0, "flops": 100},
+                {"seconds": 5.0, "flops": 200},
+                {"seconds": 29.0, "flops": flops},
+            ]
+        },
+    )
+
+
+def test_a_pass_is_predicted_from_its_first_tenth_and_held_against_its_time():
+    found = first_tenth(scalar_pass())
+    assert (found.flops_per_second, found.predicted_seconds, found.seconds) == (50, 20, 29)
+    assert found.error == pytest.approx(20 / 29 - 1)
+
+
+@pytest.mark.parametrize("record", [scalar_pass(flops=999), scalar_pass(bench="kernels")])
+def test_only_a_pass_that_ran_to_its_end_tells_how_good_its_first_tenth_was(record):
+    with pytest.raises(ConfigError, match="expected a scalar pass that ran to its end"):
+        first_tenth(record)
+
+
+@pytest.mark.parametrize(("error", "factor"), [(0.0, 1.0), (0.25, 1.25), (-0.5, 2.0), (-0.2, 1.25)])
+def test_hours_lie_between_bounds_that_hold_the_prediction_corrected_either_way(error, factor):
+    low, expected, high = hours(7200e9, 1e9, error)
+    assert expected == pytest.approx(2)
+    assert (low, high) == (pytest.approx(2 / factor), pytest.approx(2 * factor))
+    corrected = expected / (1 + error)
+    assert low <= corrected * (1 + 1e-9)
+    assert corrected <= high * (1 + 1e-9)
