@@ -1,6 +1,7 @@
 """What people type on a command line, turned into what the engine takes."""
 
 import os
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,16 +44,42 @@ def _parse_binding(text: str) -> Binding:
         raise ConfigError(f"--adapter {text}: expected role, role=path or role=path=strength")
     if not rest:
         return Binding(role)
-    path, equals, strength = rest.rpartition("=")
-    if not equals or Path(rest).exists():  # a path may have an equals sign in it
-        return Binding(role, Path(rest))
+    return Binding(role, *_parse_file(rest, f"--adapter {text}"))
+
+
+def _parse_file(text: str, where: str) -> tuple[Path, float]:
+    path, equals, strength = text.rpartition("=")
+    if not equals or os.path.lexists(text):  # a path may have an equals sign in it
+        return Path(text), 1.0
     try:
-        return Binding(role, Path(path), float(strength))
+        return Path(path), float(strength)
     except ValueError:
         raise ConfigError(
-            f"--adapter {text}: expected role=path=strength, the strength a number; "
-            f"found '{strength}'"
+            f"{where}: expected a path, or path=strength, the strength a number; found '{strength}'"
         ) from None
+
+
+def parse_adapters(texts: Iterable[str]) -> dict[str, tuple[Path, float]]:
+    """Read adapter files with their strengths, ``path`` or ``path=strength``, by a name for each.
+
+    The name is the file's, without its suffix; files of one name are told apart by their folders'.
+
+    Raises
+    ------
+    ConfigError
+        A strength isn't a number, or a file is given twice.
+    """
+    files = [_parse_file(text, text) for text in texts]
+    stems = Counter(path.stem for path, _ in files)
+    named: dict[str, tuple[Path, float]] = {}
+    for path, strength in files:
+        name = path.stem if stems[path.stem] == 1 else f"{path.absolute().parent.name}/{path.stem}"
+        if name in named:
+            raise ConfigError(
+                f"{path}: an adapter '{name}' is given twice; give it once, or rename one"
+            )
+        named[name] = path, strength
+    return named
 
 
 def parse_blocks(text: str) -> int | None:

@@ -1,20 +1,36 @@
 """Results held against the reference, before a time is recorded for them."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from lorabench.adapter import Adapter
+from lorabench.checkpoint import Checkpoint
 from lorabench.errors import CheckError
 from lorabench.fuse import Pair, Term, reference_fuse
+from lorabench.recipe import State
 from lorabench.resident import ResidentWeights
 
 CHECKED_WEIGHTS = 3
 CHECKED_ROWS = 256  # of each: the check must not be the peak of memory that is reported
 
 
-def check_against_reference(weights: ResidentWeights) -> str:
-    """Hold a few fused weights, from the smallest to the largest, against the reference.
+def weights_to_check(adapters: Mapping[str, Adapter]) -> list[str]:
+    """Name a few of the weights that adapters touch, from the smallest to the largest."""
+    sizes = {p.weight.name: p.weight.params for a in adapters.values() for p in a.pairs}
+    by_size = sorted(sizes, key=lambda name: (sizes[name], name))
+    last = CHECKED_WEIGHTS - 1
+    return list(
+        dict.fromkeys(by_size[round(i * (len(by_size) - 1) / last)] for i in range(last + 1))
+    )
+
+
+def check_rows(
+    fused: Mapping[str, Tensor], base: Checkpoint, adapters: Mapping[str, Adapter], state: State
+) -> str:
+    """Hold the first rows of fused weights against the reference; say how it came out.
 
     Where sums aren't exact, two kernels may add in another order: a value may differ by an ulp, or
     by what the summation error bound allows.
@@ -24,28 +40,30 @@ def check_against_reference(weights: ResidentWeights) -> str:
     CheckError
         A value is further off.
     """
-    state = weights.state
-    touched: dict[str, list[Term]] = {}
-    for role, strength in state.items():
-        for name, pair in weights.factors(role).items():
-            touched.setdefault(name, []).append(Term(pair, strength))
-    if not touched:
+    if not state:
         return "base state: nothing fused to compare"
-    by_size = sorted(touched, key=lambda name: (weights.tensors[name].numel(), name))
-    chosen = dict.fromkeys(
-        by_size[round(i * (len(by_size) - 1) / (CHECKED_WEIGHTS - 1))]
-        for i in range(CHECKED_WEIGHTS)
-    )
     shares = []
-    for name in chosen:
-        rows = slice(CHECKED_ROWS)
+    pairs = {role: _pairs(adapters[role], fused) for role in state}
+    for name, rows in fused.items():
         terms = [
-            Term(Pair(pair.a.cpu(), pair.b[rows].cpu(), pair.scale), strength)
-            for pair, strength in touched[name]
+            Term(pair._replace(b=pair.b[: len(rows)]), strength)
+            for role, strength in state.items()
+            if (pair := pairs[role].get(name))
         ]
-        fused, base = weights.tensors[name][rows].cpu(), weights.base.read(name)[rows]
-        shares.append(compare(fused, base, terms, where=name))
+        shares.append(compare(rows.cpu(), base.read(name)[: len(rows)], terms, where=name))
     return f"{len(shares)} weights within the reference's bound, {max(shares):.1e} of values differ"
+
+
+def check_against_reference(weights: ResidentWeights) -> str:
+    """Hold a few resident weights against the reference, as :func:`check_rows` does."""
+    names = weights_to_check(weights.adapters)
+    fused = {name: weights.tensors[name][:CHECKED_ROWS] for name in names}
+    return check_rows(fused, weights.base, weights.adapters, weights.state)
+
+
+def _pairs(adapter: Adapter, names: Container[str]) -> dict[str, Pair]:
+    mine = tuple(pair for pair in adapter.pairs if pair.weight.name in names)
+    return replace(adapter, pairs=mine).load()
 
 
 def compare(fused: Tensor, base: Tensor, terms: Sequence[Term], where: str) -> float:

@@ -20,7 +20,9 @@ import typer
 from typer.core import TyperGroup
 
 from lorabench.cli_bench import bench
+from lorabench.cli_claims import claims
 from lorabench.cli_report import report
+from lorabench.cli_stream import fuse, walk
 from lorabench.errors import CheckError, ConfigError, FileError, LorabenchError
 
 GEOMETRY = "ltx-2.5-22b"
@@ -315,4 +317,7 @@ def strategies(as_json: Json = False) -> None:
         typer.echo(strategies_text(presets))
 
 
+app.command()(fuse)
+app.command()(walk)
+app.command()(claims)
 app.command()(report)

@@ -15,6 +15,7 @@ from lorabench.errors import ConfigError, UnavailableError, did_you_mean
 if TYPE_CHECKING:
     from lorabench.arguments import Binding
     from lorabench.bench import Case, Subject
+    from lorabench.records import Record
 
 
 class Device(StrEnum):
@@ -27,7 +28,7 @@ class Device(StrEnum):
 Size = Annotated[
     str | None,
     typer.Option(
-        metavar="tiny|laptop|full",
+        metavar="tiny|small|laptop|full",
         help="Measure on sample weights of LTX-2.5 in this size; tiny, if there is no --base.",
     ),
 ]
@@ -84,14 +85,29 @@ def kernels(
     role, bindings = _one_binding(adapters)
     chosen = _contenders(contenders, device)
     subject = _subject(size, base, bindings, device, scratch, out)
-    _measure([kernels_case(subject, role, chosen, budget)], out, as_json)
+    measure([kernels_case(subject, role, chosen, budget)], out, as_json)
 
 
 @bench.command()
 def loop(
     budget: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.01, help="How long to watch the loop.")
-    ] = 20.0,
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            min=0.01,
+            help="After how long to break the pass off; by default 20, unless --whole.",
+        ),
+    ] = None,
+    whole: Annotated[
+        bool,
+        typer.Option(
+            "--whole",
+            help="Run the pass to its end, and say how well its first tenth told that.",
+        ),
+    ] = False,
+    widen: Annotated[
+        bool, typer.Option(help="Widen weights to f32 as the loop reaches them, and keep them.")
+    ] = True,
     size: Size = None,
     base: Base = None,
     adapters: Adapters = None,
@@ -100,14 +116,26 @@ def loop(
     out: Out = RECORDS,
     as_json: Json = False,
 ) -> None:
-    """Run the scalar loop for a while, and watch its threads, stacks and memory."""
+    """Run a pass by the scalar loop, and watch its threads, stacks and memory from outside."""
     from lorabench.bench import loop_case
+    from lorabench.derive import first_tenth
 
+    if whole and budget is not None:
+        raise ConfigError(f"--whole and --budget {budget:g}: give one of the two")
     if device != Device.cpu:
         raise ConfigError(f"--device {device}: the scalar loop runs on the CPU only")
     role, bindings = _one_binding(adapters)
     subject = _subject(size, base, bindings, device, scratch, out)
-    _measure([loop_case(subject, role, budget)], out, as_json)
+    seconds = None if whole else 20.0 if budget is None else budget
+    [record] = measure([loop_case(subject, role, seconds, widen)], out, as_json)
+    if whole:
+        told = first_tenth(record)
+        typer.echo(
+            f"note: at its first tenth's rate, {told.flops_per_second / 1e9:.3f} GFLOP/s, the pass "
+            f"was to take {told.predicted_seconds:.2f} s; it took {told.seconds:.2f} s "
+            f"(predicted {told.error:+.1%})",
+            err=True,
+        )
 
 
 @bench.command()
@@ -133,6 +161,43 @@ def walk(
     as_json: Json = False,
 ) -> None:
     """Carry out a recipe's plan under each strategy, and time every load and rebind."""
+    cases = walk_cases(recipe, strategies, renders, size, base, adapters, device, scratch, out)
+    measure(cases, out, as_json)
+
+
+@bench.command("fuse")
+def fuse_command(
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="How often, in turn.")] = 1,
+    size: Size = None,
+    base: Base = None,
+    adapters: Adapters = None,
+    scratch: Scratch = IN_SCRATCH,
+    out: Out = RECORDS,
+    as_json: Json = False,
+) -> None:
+    """Time a streamed fuse to a file, its two parts alone, and cp of the base, files in FOLDER."""
+    from lorabench.arguments import parse_bindings
+    from lorabench.bench import fuse_case
+
+    bindings = parse_bindings(adapters or ["distilled"])
+    subject = _subject(size, base, bindings, Device.cpu, scratch, out, held=False)
+    measure([fuse_case(subject, scratch, rounds)], out, as_json)
+
+
+def walk_cases(
+    recipe: str,
+    strategies: Sequence[str],
+    renders: int,
+    size: str | None,
+    base: Path | None,
+    adapters: Sequence[str] | None,
+    device: Device,
+    scratch: Path,
+    out: Path,
+    *,
+    streamed: bool = False,
+) -> "list[Case]":
+    """Make the cases of a recipe's walks; what can't be meant or done is refused first."""
     import torch
 
     from lorabench.arguments import parse_bindings
@@ -141,6 +206,7 @@ def walk(
     from lorabench.plan import parse_strategy
     from lorabench.recipe import load_recipe
     from lorabench.restore import check_restore
+    from lorabench.streamed import check_streamed
 
     wanted = load_recipe(recipe)
     parsed = {name: parse_strategy(name) for name in strategies}
@@ -148,11 +214,16 @@ def walk(
     bindings = parse_bindings(adapters or required)
     wanted.bind(dict.fromkeys(bindings, 1.0))  # a mistake shows before weights are written
     for how in parsed.values():
-        check_restore(how.restore, torch.device(device.value))
-        get_kernel(how.kernel, torch.device(device.value))
-    subject = _subject(size, base, bindings, device, scratch, out)
-    cases = [walk_case(subject, wanted, how, name, renders) for name, how in parsed.items()]
-    _measure(cases, out, as_json)
+        if streamed:
+            check_streamed(how.kernel, how.restore)
+        else:
+            check_restore(how.restore, torch.device(device.value))
+            get_kernel(how.kernel, torch.device(device.value))
+    subject = _subject(size, base, bindings, device, scratch, out, held=not streamed)
+    return [
+        walk_case(subject, wanted, how, name, renders, streamed=streamed)
+        for name, how in parsed.items()
+    ]
 
 
 def _one_binding(adapters: Sequence[str] | None) -> "tuple[str, dict[str, Binding]]":
@@ -171,8 +242,13 @@ def _subject(
     device: Device,
     scratch: Path,
     out: Path,
+    *,
+    held: bool = True,
 ) -> "Subject":
-    """Find or write the weights to measure on; what can't be meant is refused before that."""
+    """Find or write the weights to measure on; what can't be meant is refused before that.
+
+    ``held`` says that they will be held in memory, and so have to fit.
+    """
     import torch
 
     from lorabench.arguments import check_records_file, check_size
@@ -200,7 +276,7 @@ def _subject(
         return subject
     check_size(size := size or "tiny")
     check_records_file(out)
-    files = sample_weights(scratch, size, list(bindings))
+    files = sample_weights(scratch, size, list(bindings), held=held)
     return Subject(files.base, files.adapters, device.value)
 
 
@@ -225,7 +301,8 @@ def _contenders(asked: Sequence[str] | None, device: Device) -> Sequence[str]:
     return [name for name in CONTENDERS if name not in missing]
 
 
-def _measure(cases: Sequence["Case"], out: Path, as_json: bool) -> None:
+def measure(cases: Sequence["Case"], out: Path, as_json: bool) -> "Sequence[Record]":
+    """Measure cases and print what was recorded of them."""
     from lorabench import records
     from lorabench.bench import sweep
     from lorabench.tables import records_text
@@ -243,3 +320,4 @@ def _measure(cases: Sequence["Case"], out: Path, as_json: bool) -> None:
             typer.echo(json.dumps({"schema": records.SCHEMA, **asdict(record)}, allow_nan=False))
     else:
         typer.echo(records_text(found))
+    return found

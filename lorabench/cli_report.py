@@ -19,7 +19,7 @@ def report(
         ),
     ] = None,
     size: Annotated[
-        str, typer.Option(metavar="tiny|laptop|full", help="How much of LTX-2.5 to work on.")
+        str, typer.Option(metavar="tiny|small|laptop|full", help="How much of LTX-2.5 to work on.")
     ] = "laptop",
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the pages go.")] = Path(
         "reports"

@@ -1,14 +1,17 @@
-"""A plan, executed on resident weights."""
+"""A plan, executed on weights, be they resident or streamed."""
 
 from collections.abc import Callable, Iterable, Iterator
 
 from lorabench.cost import Work
 from lorabench.plan import Action, Load, Rebind
 from lorabench.resident import ResidentWeights
+from lorabench.streamed import StreamedWeights
+
+Weights = ResidentWeights | StreamedWeights
 
 
 def perform(
-    action: Action, weights: ResidentWeights, after_weight: Callable[[str], None] | None = None
+    action: Action, weights: Weights, after_weight: Callable[[str], None] | None = None
 ) -> Work:
     """Carry out one action; return what it took.
 
@@ -25,7 +28,7 @@ def perform(
     return Work()
 
 
-def walk(actions: Iterable[Action], weights: ResidentWeights) -> Iterator[tuple[Action, Work]]:
+def walk(actions: Iterable[Action], weights: Weights) -> Iterator[tuple[Action, Work]]:
     """Carry out a plan, giving each action with what it took as it ends."""
     for action in actions:
         yield action, perform(action, weights)

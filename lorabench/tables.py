@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from lorabench.arithmetic import show
+from lorabench.claims import VERDICTS
 from lorabench.cost import Work
 from lorabench.measure import Samples
 from lorabench.plan import PLANNED_RESTORES, STRATEGY_VALUES
@@ -171,6 +173,19 @@ def strategies_text(strategies: Iterable[Mapping[str, str]]) -> str:
     )
 
 
+def fused_text(fields: Mapping[str, Any]) -> str:
+    """Say what a fuse to a file wrote, and how fast."""
+    seconds, nbytes = fields["seconds"], fields["bytes"]
+    rows: list[Fact] = [
+        ("state", str(State(fields["state"])), ""),
+        _bytes("bytes", nbytes),
+        ("time", scaled(seconds, "s"), f"{scaled(fields['flops'] / seconds, 'FLOP')}/s"),
+    ]
+    if resumed := fields["resumed_bytes"]:
+        rows.append(("of them", resumed, "had been written before the run was broken off"))
+    return f"{fields['path']}: written\n{_facts(rows)}"
+
+
 def records_text(records: Iterable[Record]) -> str:
     """Say what records measured: median, spread, rate, peak memory, and how the check came out."""
     rows: list[Sequence[str]] = []
@@ -194,6 +209,23 @@ def records_text(records: Iterable[Record]) -> str:
         )
     header = ("case", "median", "spread", "GFLOP/s", "peak", "check")
     return table(header, rows, right=(1, 2, 3, 4))
+
+
+def claims_text(claims: Sequence[Mapping[str, Any]]) -> str:
+    """List judged claims: what is told, what each check comes to, and what would explain it."""
+    rows = []
+    for claim in claims:
+        origin = "; ".join(filter(None, (claim["source"], claim["hardware"])))
+        says = (claim["id"], f"  {claim['says']}", f"  ({origin})")
+        figures = [_told(claim)] if claim["value"] is not None or claim["at_least"] else []
+        for check in claim["checks"]:
+            figures += _check_lines(check, share=claim["value"] is not None)
+        if claim["verdict"] == "open":
+            figures.append(f"needs {claim['needs']}")
+        rows.append((claim["verdict"], _wrapped(says, 34), _wrapped(figures, 50)))
+    counts = Counter(claim["verdict"] for claim in claims)
+    counted = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS)
+    return f"{table(('verdict', 'claim', 'figures'), rows)}\n\n{len(claims)} claims: {counted}"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int] = ()) -> str:
@@ -246,6 +278,40 @@ def _facts(rows: Sequence[Fact]) -> str:
     return "\n".join(lines)
 
 
+def _told(claim: Mapping[str, Any]) -> str:
+    if claim["value"] is None:
+        return f"told: at least {show(claim['at_least'])} {claim['unit']}"
+    return f"told: {show(claim['value'])} {claim['unit']}"
+
+
+def _check_lines(check: Mapping[str, Any], *, share: bool) -> list[str]:
+    """Say what a check came to; how far it is from the claim, if a ``share`` of that says much."""
+    if check["inside"] is None:
+        return [f"{check['kind']}: no record yet of {check['how']}"]
+    where = f" on {check['machine']}" if check["machine"] else ""
+    line = f"{check['kind']}{where}: {show(check['figure'])}"
+    if share and abs(check["difference"] or 0) > 1e-9:  # more than a float's rounding
+        line += f" ({100 * check['difference']:+.3g} %)"
+    if not check["inside"]:
+        line += f", not within {100 * check['within']:.3g} %" if check["within"] else ", not equal"
+    lines = [line, f"  {check['how']}"]
+    if not check["formula"].isidentifier():
+        lines.append(f"  {check['arithmetic']}")
+    if not check["inside"] and check["reading"]:
+        lines += [f"  reading: {check['reading']}", f"  {check['reading_arithmetic']}"]
+    return lines
+
+
+def _wrapped(lines: Iterable[str], width: int) -> str:
+    """Wrap each line by itself, what follows its first line a little further in."""
+    wrap = textwrap.TextWrapper(width, break_on_hyphens=False)
+    found = []
+    for line in filter(str.strip, lines):
+        wrap.subsequent_indent = " " * (len(line) - len(line.lstrip()) + 2 * (line[0] != " "))
+        found += wrap.wrap(line)
+    return "\n".join(found)
+
+
 def _bytes(name: str, nbytes: int) -> Fact:
     return name, nbytes, scaled(nbytes, "B")
 
@@ -280,9 +346,11 @@ def _work_cells(work: Work) -> tuple[str, str, str]:
 
 def _case_cells(case: Mapping[str, Any]) -> tuple[str, str]:
     """Return what several records share, and what tells them apart."""
-    if case["bench"] == "walk":
+    if case["bench"] in ("walk", "stream"):
         title = ", ".join((case["recipe"], *case["strategy"].split(",")))
         before = f"{case['before']} -> " if "before" in case else ""
         return textwrap.fill(title, 34), f"{case['action']} {before}{case['state']}"
+    if case["bench"] == "fuse":
+        return f"{case['geometry']}, {case['blocks']} blocks", case["contender"]
     rows = f", {case['rows']} rows" if "rows" in case else ""
     return textwrap.fill(case["module"], 34), f"{case.get('contender', 'scalar loop')}{rows}"

@@ -1,17 +1,21 @@
 """Cases are checked before they are recorded, recorded as they end, and not repeated."""
 
 import dataclasses
+from itertools import pairwise
 
 import pytest
 import torch
 
 from lorabench import bench, records
+from lorabench.bench import loop
 from lorabench.check import compare
 from lorabench.errors import CheckError, ConfigError
 from lorabench.fuse import Pair, Term, reference_fuse
+from lorabench.geometry import load_geometry
 from lorabench.measure import Samples
 from lorabench.plan import STRATEGIES
 from lorabench.recipe import load_recipe
+from lorabench.synthetic import SIZES, synthesize
 
 
 @pytest.fixture
@@ -180,3 +184,148 @@ def unsteady():
 def test_samples_that_spread_too_far_are_told_of(tmp_path, capsys):
     bench.sweep([bench.Case({"bench": "made up"}, unsteady, ())], tmp_path / "r.jsonl")
     assert "the samples of gemm spread over 50% of their median" in capsys.readouterr().err
+
+
+# The scalar pass
+
+
+def chunks_of(walked, flops=10_000):
+    return list(loop._chunks(walked.pairs, flops))
+
+
+def test_a_pass_walks_the_touched_weights_in_the_files_order_and_all_their_rows(base, adapters):
+    shuffled = dataclasses.replace(adapters["user"], pairs=adapters["user"].pairs[::-1])
+    chunks = chunks_of(loop._Pass(base, shuffled, widen=True))
+    touched = {pair.weight.name for pair in adapters["user"].pairs}
+    assert list(dict.fromkeys(chunk.pair.weight.name for chunk in chunks)) == [
+        name for name in base.entries if name in touched
+    ]
+    rows = {name: [] for name in touched}
+    for chunk in chunks:
+        rows[chunk.pair.weight.name] += range(chunk.rows.start, chunk.rows.stop)
+    assert all(rows[name] == list(range(base.entries[name].spec.shape[0])) for name in touched)
+
+
+@pytest.mark.parametrize("widen", [True, False])
+def test_a_pass_fuses_the_references_bits_and_tells_how_far_it_is(widen, base, adapters):
+    walked, told = loop._Pass(base, adapters["user"], widen), []
+    chunks = chunks_of(walked)
+    flops = [walked.fuse(told.append, chunk) for chunk in chunks[:40]]
+    assert sum(flops) == told[-1]["flops"]
+    assert told[-1]["weights"] == sum(
+        (c.rows.stop - c.rows.start) * c.pair.weight.shape[1] for c in chunks[:40]
+    )
+    assert [step["module"] for step in told] == [chunk.pair.module for chunk in chunks[:40]]
+    assert walked.first.chunk == chunks[0]
+    assert walked.last.chunk == chunks[39]
+    assert walked.first.check(base) < 0.1
+    assert walked.last.check(base) < 0.1
+    assert {rows.dtype for rows in walked.widened} == ({torch.float32} if widen else set())
+    assert sum(rows.numel() for rows in walked.widened) == widen * told[-1]["weights"]
+
+
+@pytest.mark.parametrize("which", ["first", "last"])
+def test_a_wrong_row_of_a_pass_is_found(which, base, adapters):
+    walked = loop._Pass(base, adapters["user"], widen=True)
+    for chunk in chunks_of(walked)[:40]:
+        walked.fuse(lambda fields: None, chunk)
+    fused = getattr(walked, which)
+    fused.rows[-1, -1] += 1
+    with pytest.raises(CheckError, match=f"'{fused.chunk.pair.module}': value"):
+        fused.check(base)
+
+
+@pytest.fixture(scope="session")
+def wide(tmp_path_factory):
+    """LTX-2.5's globals at a quarter of the width: a loop that is at one weight for seconds."""
+    folder = tmp_path_factory.mktemp("wide")
+    files = synthesize(folder, load_geometry("ltx-2.5-22b", shrink=4).cut(0))
+    return bench.Subject(files.base, files.adapters)
+
+
+def measured(subject, folder, budget_seconds, widen):
+    case = bench.loop_case(subject, "distilled", budget_seconds, widen)
+    [record] = bench.sweep([case], folder / "r.jsonl")
+    return record
+
+
+@pytest.fixture(scope="session")
+def broken_off(wide, tmp_path_factory):
+    return measured(wide, tmp_path_factory.mktemp("broken_off"), 1.0, widen=True)
+
+
+@pytest.fixture(scope="session")
+def whole(files, tmp_path_factory):
+    subject = bench.Subject(files.base, {"distilled": files.adapters["distilled"]})
+    return measured(subject, tmp_path_factory.mktemp("whole"), None, widen=False)
+
+
+def test_a_pass_is_broken_off_after_its_budget(broken_off):
+    assert broken_off.case["budget_seconds"] == 1.0
+    assert broken_off.seconds[0] >= 1.0
+    assert broken_off.counted["flops"] < broken_off.counted["pass_flops"]
+    steps = broken_off.details["progress"]
+    assert steps[-1]["flops"] == broken_off.counted["flops"]
+    assert steps[-1]["seconds"] == pytest.approx(broken_off.seconds[0], rel=0.05)
+    for name in ("seconds", "flops", "weights"):
+        assert all(a[name] < b[name] for a, b in pairwise(steps))
+
+
+def test_stacks_of_the_pass_are_in_the_loop(broken_off):
+    stacks = broken_off.details["stacks"]
+    taken = sum(stack["samples"] for stack in stacks)
+    loop_frame = "lorabench.kernels.scalar:fuse_scalar:"
+    in_loop = [stack for stack in stacks if stack["frames"][0].startswith(loop_frame)]
+    assert taken >= 3
+    # Small weights come first in the file, and reading them is part of a pass.
+    assert sum(stack["samples"] for stack in in_loop) >= 0.9 * taken
+    assert stacks[0] in in_loop
+
+
+def test_one_thread_of_the_pass_is_busy(broken_off):
+    main, *others = sorted(broken_off.details["threads"].items(), key=lambda t: -t[1])
+    assert main[0].startswith("MainThread ")
+    assert main[1] > 0.3, "less is left on a busy machine only"
+    assert all(share < 0.1 for _, share in others)
+
+
+def test_memory_grows_by_the_widened_weights(broken_off):
+    """Each weight that was reached takes four bytes."""
+    weights = broken_off.details["progress"][-1]["weights"]
+    assert broken_off.counted["widened_bytes"] == 4 * weights
+    memory = [look["private_bytes"] for look in broken_off.details["memory"]]
+    assert memory[-1] - memory[0] == pytest.approx(4 * weights, abs=8e6)
+    assert broken_off.peak_private_bytes == max(memory)
+
+
+def test_without_widening_the_same_pass_keeps_nothing(wide, broken_off, tmp_path):
+    record = measured(wide, tmp_path, 1.0, widen=False)
+    assert record.counted["widened_bytes"] == 0
+    grown = [
+        r.details["memory"][-1]["private_bytes"] - r.details["memory"][0]["private_bytes"]
+        for r in (record, broken_off)
+    ]
+    assert grown[0] < grown[1] - broken_off.counted["widened_bytes"] / 2
+
+
+def test_a_pass_without_a_budget_runs_to_its_end(whole, adapters):
+    targets = adapters["distilled"].targets
+    assert whole.case["budget_seconds"] is None
+    assert whole.counted["flops"] == whole.counted["pass_flops"]
+    assert whole.counted["pass_flops"] == 2 * sum(target.macs for target in targets)
+    steps = whole.details["progress"]
+    assert steps[-1]["weights"] == sum(target.weight.params for target in targets)
+    assert {step["module"] for step in steps} == {target.module for target in targets}
+    assert f"{steps[0]['module']} to {steps[-1]['module']}" == whole.case["module"]
+    assert whole.details["differing_share"] < 0.1
+
+
+def test_passes_of_other_budgets_and_with_other_memory_are_other_cases(subject):
+    ways = [(1.0, True), (2.0, True), (None, True), (None, False)]
+    keys = {records.key(bench.loop_case(subject, "distilled", *way).what) for way in ways}
+    assert len(keys) == len(ways)
+
+
+def test_notebooks_of_every_size_know_how_long_to_measure():
+    assert SIZES.keys() == bench.KERNEL_SECONDS.keys() == bench.LOOP_SECONDS.keys()
+    assert SIZES.keys() == bench.WHOLE_PASS.keys() >= set(bench.WHOLE_PASS.values())

@@ -15,6 +15,7 @@ from lorabench import records
 from lorabench.checkpoint import Checkpoint
 from lorabench.cli import app
 from lorabench.cost import predict_work, touches_of
+from lorabench.derive import first_tenth
 from lorabench.errors import CheckError, ConfigError, WeightsLostError
 from lorabench.geometry import Counts, load_geometry
 from lorabench.machine import git_commit
@@ -31,6 +32,10 @@ COMMANDS = [
     ["synth"],
     ["plan"],
     ["recipes"],
+    ["fuse"],
+    ["walk"],
+    ["claims"],
+    ["bench", "fuse"],
     ["strategies"],
     ["report"],
     ["bench"],
@@ -593,8 +598,20 @@ def test_bench_loop_watches_the_scalar_loop(run, on_files):
     ended = run("bench", "loop", "--budget", 0.2, *on_files, "--json")
     assert ended.code == 0
     record = json.loads(ended.out)
-    assert record["case"]["budget_seconds"] == 0.2
+    assert (record["case"]["budget_seconds"], record["case"]["widen"]) == (0.2, True)
     assert record["counted"]["flops"] > 0
+    assert "note: at its first tenth's rate" not in ended.err
+
+
+def test_bench_loop_run_to_its_end_tells_how_well_its_first_tenth_foretold_it(run, on_files):
+    ended = run("bench", "loop", "--whole", "--no-widen", *on_files)
+    assert ended.code == 0
+    assert "  scalar loop " in ended.out
+    [record] = records.read(on_files[-1])
+    assert (record.case["budget_seconds"], record.case["widen"]) == (None, False)
+    told = first_tenth(record)
+    assert f"was to take {told.predicted_seconds:.2f} s" in ended.err
+    assert f"it took {told.seconds:.2f} s (predicted {told.error:+.1%})" in ended.err
 
 
 @pytest.mark.parametrize(
@@ -612,6 +629,7 @@ def test_bench_loop_watches_the_scalar_loop(run, on_files):
         (["kernels", "--adapter", "a", "--adapter", "b"], "expected one, found a, b"),
         (["kernels", "--base", "none.safetensors", "--adapter", "a=b"], "can't be opened"),
         (["loop", "--device", "cuda"], "runs on the CPU only"),
+        (["loop", "--whole", "--budget", "3"], "--whole and --budget 3: give one of the two"),
         (["loop", "--device", "gpu"], "'cpu', 'cuda'"),
     ],
     ids=str,

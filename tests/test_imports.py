@@ -15,9 +15,10 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "resources": set(),
     # the engine
     "geometry": {"resources"},
-    "checkpoint": {"geometry"},
+    "header": {"geometry"},
+    "checkpoint": {"geometry", "header"},
     "fuse": set(),
-    "adapter": {"geometry", "checkpoint", "fuse"},
+    "adapter": {"geometry", "header", "checkpoint", "fuse"},
     "recipe": {"resources"},
     "plan": {"recipe"},
     "kernels": {"fuse"},
@@ -28,19 +29,38 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         "recipe", "adapter", "fuse", "kernels", "restore", "checkpoint", "digest", "cost",
         "machine",
     },
-    "run": {"plan", "resident", "cost"},
+    "run": {"plan", "resident", "streamed", "cost"},
+    # the same, streamed
+    "directio": {"checkpoint"},
+    "segments": {
+        "adapter", "checkpoint", "cost", "directio", "geometry", "header", "kernels", "recipe",
+    },
+    "stream": {"adapter", "checkpoint", "directio", "fuse", "kernels", "segments"},
+    "streamed": {
+        "adapter", "checkpoint", "cost", "digest", "progress", "recipe", "segments", "stream",
+    },
+    "fusedfile": {
+        "adapter", "checkpoint", "cost", "directio", "header", "kernels", "progress", "recipe",
+        "segments", "stream",
+    },
     # around it
     "synthetic": {"geometry", "checkpoint", "machine", "progress"},
     "progress": set(),
     # measuring
     "measure": set(),
+    "outside": {"measure"},
     "alone": set(),
     "peers": {"fuse"},
     "machine": set(),
     "records": {"machine"},
     "derive": {"cost", "geometry", "plan", "recipe", "records"},
-    "check": {"fuse", "resident"},
+    "check": {"adapter", "checkpoint", "fuse", "recipe", "resident"},
     "bench": ANY,
+    # the ledger
+    "arithmetic": set(),
+    "evidence": {"arithmetic", "geometry", "machine", "plan", "recipe", "records"},
+    "ledger": {"arithmetic", "evidence", "resources"},
+    "claims": {"arithmetic", "evidence", "ledger", "resources"},
     # telling
     "figures": set(),
     "page": set(),
@@ -48,16 +68,18 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "report": ANY,
     "arguments": {"checkpoint", "geometry", "synthetic"},
     "describe": {"adapter", "checkpoint", "cost", "geometry", "plan", "recipe", "synthetic"},
-    "tables": {"cost", "measure", "plan", "recipe", "records"},
+    "tables": {"arithmetic", "claims", "cost", "measure", "plan", "recipe", "records"},
     "cli": ANY,
     "cli_bench": ANY,
+    "cli_claims": ANY,
+    "cli_stream": ANY,
     "cli_report": ANY,
     "__main__": {"cli"},
     "__init__": ANY,  # names the public API, lazily
 }  # fmt: skip
 """What a module of this package may import of it, beside ``errors``, which all may."""
 
-CLI = {"__main__", "cli", "cli_bench", "cli_report"}
+CLI = {"__main__", "cli", "cli_bench", "cli_claims", "cli_report", "cli_stream"}
 ONLY_IMPORTED_BY = {
     "figures": CLI | {"report"},
     "bench": CLI | {"report"},
@@ -68,7 +90,7 @@ ONLY_IMPORTED_BY = {
 
 ENGINE = [
     "geometry", "checkpoint", "adapter", "fuse", "kernels", "restore", "resident", "run", "cost",
-    "digest", "plan", "recipe",
+    "digest", "plan", "recipe", "streamed", "fusedfile",
 ]  # fmt: skip
 NOT_NEEDED = ["pydantic", "typer", "tqdm", "psutil", "pandas", "plotly", "numba"]
 

@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from lorabench.bench.cases import Case, Result, Subject
-from lorabench.check import check_against_reference
+from lorabench.check import (
+    CHECKED_ROWS,
+    check_against_reference,
+    check_rows,
+    weights_to_check,
+)
 from lorabench.checkpoint import Checkpoint
 from lorabench.digest import digest
 from lorabench.errors import CheckError
@@ -19,18 +24,32 @@ from lorabench.recipe import BASE, Recipe, State
 from lorabench.records import JSON
 from lorabench.resident import ResidentWeights
 from lorabench.run import perform
+from lorabench.streamed import StreamedWeights
 
 
 def walk_case(
-    subject: Subject, recipe: Recipe, strategy: Strategy, name: str, renders: int = 1
+    subject: Subject,
+    recipe: Recipe,
+    strategy: Strategy,
+    name: str,
+    renders: int = 1,
+    *,
+    streamed: bool = False,
 ) -> Case:
     """Execute a plan and record every load and rebind of it, one record each.
 
-    ``recipe`` is bound to the subject's roles; ``name`` is what to call the strategy.
+    Parameters
+    ----------
+    recipe
+        Bound to the subject's roles.
+    name
+        What to call the strategy.
+    streamed
+        Pass the weights from the disk in each action, rather than hold them in memory.
     """
     bound = recipe.bind(dict.fromkeys(subject.adapters, 1.0))
     what = {
-        "bench": "walk",
+        "bench": "stream" if streamed else "walk",
         **subject.what(),
         "recipe": recipe.name,
         "phases": [str(phase.state) for phase in bound.phases],
@@ -38,25 +57,30 @@ def walk_case(
         **asdict(strategy),
         "renders": renders,
     }
-    return Case(what, _walk, (subject, bound, strategy, renders))
+    return Case(what, _walk, (subject, bound, strategy, renders, streamed))
 
 
-def _walk(subject: Subject, recipe: Recipe, strategy: Strategy, renders: int) -> Sequence[Result]:
+def _walk(
+    subject: Subject, recipe: Recipe, strategy: Strategy, renders: int, streamed: bool
+) -> Sequence[Result]:
     base, adapters = subject.open()
-    geometry = subject.geometry()
-    weights = ResidentWeights(
-        base, adapters, kernel=strategy.kernel, restore=strategy.restore, device=subject.device
-    )
+    geometry, device = subject.geometry(), torch.device(subject.device)
+    how = {"kernel": strategy.kernel, "restore": strategy.restore}
+    if streamed:
+        checked = dict.fromkeys(weights_to_check(adapters), CHECKED_ROWS)
+        weights = StreamedWeights(base, adapters, **how, keep=checked)
+    else:
+        weights = ResidentWeights(base, adapters, **how, device=device)
     exact = strategy.restore != "subtract"
     digests: dict[State, str] = {}
     results: list[Result] = []
     for index, action in enumerate(plan(recipe, strategy, renders)):
-        laps = _Laps(geometry, weights.device)
+        laps = _Laps(geometry, device)
         work = []
         with Observer() as observer:  # of the action alone: checking takes memory too
             seconds = time_once(
                 lambda: work.append(perform(action, weights, laps.start())),  # noqa: B023
-                weights.device,
+                device,
             )
         if isinstance(action, Denoise):
             continue
@@ -75,7 +99,7 @@ def _walk(subject: Subject, recipe: Recipe, strategy: Strategy, renders: int) ->
                 f"{recipe.name}, action {index}: state '{weights.state}' has other bits than "
                 f"the last time ({found}, not {digests[weights.state]})"
             )
-        if not same and weights.state == BASE:
+        if not same and weights.state == BASE and isinstance(weights, ResidentWeights):
             details["wrong_share"] = _wrong_share(weights)
         results.append(
             Result(
@@ -88,7 +112,11 @@ def _walk(subject: Subject, recipe: Recipe, strategy: Strategy, renders: int) ->
             )
         )
     if exact:
-        sums = check_against_reference(weights)
+        sums = (
+            check_rows(weights.kept, base, adapters, weights.state)
+            if isinstance(weights, StreamedWeights)
+            else check_against_reference(weights)
+        )
         results[-1] = replace(results[-1], check=f"{results[-1].check}; {sums}")
     return results
 

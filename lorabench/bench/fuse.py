@@ -1,0 +1,176 @@
+"""A file fused into a new one, beside its two parts alone and a plain copy."""
+
+import os
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lorabench.adapter import Adapter
+from lorabench.bench.cases import Case, Result, Subject
+from lorabench.check import CHECKED_ROWS, check_rows, weights_to_check
+from lorabench.checkpoint import Checkpoint, check_room
+from lorabench.cost import Work
+from lorabench.directio import Writer, aligned_memory
+from lorabench.errors import CheckError, ConfigError, UnavailableError
+from lorabench.fusedfile import fuse_file
+from lorabench.measure import Observation, Observer, Samples
+from lorabench.progress import progress
+from lorabench.recipe import BASE, State
+from lorabench.segments import Segment, lay_out
+from lorabench.stream import get_streamed_kernel, stream
+from lorabench.streamed import first_rows
+
+Rows = Mapping[str, Tensor]
+
+
+def fuse_case(subject: Subject, folder: Path, rounds: int = 1) -> Case:
+    """Time in turn a streamed fuse to a file, each of its two parts alone, and a copy of the base.
+
+    The parts are reading and writing without fusing, and reading and fusing without writing. The
+    copy is by ``cp``, from a base that isn't in the page cache to the disk. Each adapter is fused
+    at strength 1; the files go to ``folder`` and are removed.
+    """
+    what = {"bench": "fuse", **subject.what(), "roles": list(subject.adapters), "rounds": rounds}
+    if subject.device != "cpu":
+        raise UnavailableError(f"files are fused on the CPU, not on '{subject.device}'")
+    return Case(what, _fuse, (subject, folder, rounds))
+
+
+class _Part(NamedTuple):
+    run: Callable[[], Rows | None]  # gives the rows to check, unless they are in the file
+    state: State
+    counted: Mapping[str, int]
+
+
+def _fuse(subject: Subject, folder: Path, rounds: int) -> Sequence[Result]:
+    base, adapters = subject.open()
+    if len(base.stamps) != 1:
+        raise ConfigError(f"{base.path}: is in shards; measure on a base in one file")
+    state = State(dict.fromkeys(adapters, 1.0))
+    names = weights_to_check(adapters)
+    segments = lay_out(base, adapters, state)
+    inputs = [*base.stamps, *(file for a in adapters.values() for file in a.file.stamps)]
+    out = folder / "bench-fuse.safetensors"
+    folder.mkdir(parents=True, exist_ok=True)
+    check_room(out, size := base.path.stat().st_size)
+    work = sum((segment.work for segment in segments), Work())
+    moved = {"bytes_read": work.file_bytes, "bytes_written": size}
+
+    def copy() -> None:
+        _copy(segments, base, adapters, out)
+
+    def fuse() -> None:
+        fuse_file(base, adapters, state, out)
+
+    parts = {
+        "read and write": _Part(copy, BASE, moved),
+        "read and fuse": _Part(
+            lambda: _pass(segments, base, adapters),
+            state,
+            {"bytes_read": work.file_bytes, "flops": work.flops},
+        ),
+        "fuse to a file": _Part(fuse, state, {**moved, "flops": work.flops}),
+        "cp": _Part(lambda: _cp(base.path, out), BASE, {"bytes_read": size, "bytes_written": size}),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in parts}
+    seen: dict[str, list[Observation]] = {name: [] for name in parts}
+    checks: dict[str, str] = {}
+    try:
+        for _ in range(rounds):
+            for name, part in parts.items():
+                _forget(inputs)
+                with Observer() as observer:
+                    start = perf_counter()
+                    rows = part.run()
+                    seconds[name].append(perf_counter() - start)
+                seen[name].append(observer.observation)
+                rows = rows or _rows_of(Checkpoint.open(out), names)
+                if part.state:
+                    checks[name] = check_rows(rows, base, adapters, part.state)
+                else:
+                    checks[name] = _check_copy(rows, _rows_of(base, names))
+                out.unlink(missing_ok=True)
+    finally:
+        out.unlink(missing_ok=True)
+    return [
+        Result(
+            Samples(tuple(seconds[name])),
+            check=checks[name],
+            what={"contender": name},
+            counted=part.counted,
+            peak_private_bytes=max(s.peak_private_bytes for s in seen[name]),
+            details={
+                "baseline_private_bytes": min(s.baseline_private_bytes for s in seen[name]),
+                # of a copy, the other process is cp itself
+                **({} if name == "cp" else {"others_cores": max(s.others_cores for s in seen[name])}),
+            },
+        )
+        for name, part in parts.items()
+    ]
+
+
+def _copy(
+    segments: Sequence[Segment], base: Checkpoint, adapters: Mapping[str, Adapter], out: Path
+) -> None:
+    """Copy the base through the segments' memory; factors are read and dropped."""
+    with base.path.open("rb") as file:
+        header = file.read(segments[0].reads[0].begin)
+    first = memoryview(aligned_memory(len(header)))[: len(header)]
+    first[:] = header
+    with Writer(out) as writer, closing(stream(segments, base, adapters, None)) as streamed:
+        writer.write(first)
+        for segment, memory in _shown(streamed, segments, "read and write"):
+            writer.write(memory[segment.base_memory].numpy().data)
+
+
+def _pass(
+    segments: Sequence[Segment], base: Checkpoint, adapters: Mapping[str, Adapter]
+) -> dict[str, Tensor]:
+    """Read and fuse; keep the rows to check."""
+    counts = dict.fromkeys(weights_to_check(adapters), CHECKED_ROWS)
+    kept: dict[str, Tensor] = {}
+    kernel = get_streamed_kernel("gemm")
+    with closing(stream(segments, base, adapters, kernel)) as streamed:
+        for segment, memory in _shown(streamed, segments, "read and fuse"):
+            kept |= first_rows(segment, memory, counts)
+    return kept
+
+
+def _shown(
+    streamed: Iterable[tuple[Segment, Tensor]], segments: Sequence[Segment], label: str
+) -> Iterator[tuple[Segment, Tensor]]:
+    total = sum(segment.base_bytes for segment in segments)
+    return progress(
+        streamed, label=label, total=total, unit="B", size=lambda item: item[0].base_bytes
+    )
+
+
+def _cp(source: Path, out: Path) -> None:
+    subprocess.run(["cp", source, out], check=True)
+    with out.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _forget(files: Iterable[Path]) -> None:
+    """Take files out of the page cache; what isn't on the disk yet is written first."""
+    for file in files:
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _rows_of(file: Checkpoint, names: Iterable[str]) -> dict[str, Tensor]:
+    return {name: file.read(name)[:CHECKED_ROWS] for name in names}
+
+
+def _check_copy(rows: Rows, base: Rows) -> str:
+    for name, copied in rows.items():
+        if not torch.equal(copied.view(torch.uint8), base[name].view(torch.uint8)):
+            raise CheckError(f"'{name}': the copy's bits aren't the base's")
+    return f"{len(rows)} weights have the base's bits"

@@ -1,0 +1,109 @@
+"""The commands that stream a base from disk: ``lorabench fuse`` and ``lorabench walk``."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated
+
+import typer
+
+from lorabench.cli_bench import (
+    IN_SCRATCH,
+    RECORDS,
+    Adapters,
+    Base,
+    Device,
+    Json,
+    Out,
+    Scratch,
+    Size,
+    measure,
+    walk_cases,
+)
+
+
+def fuse(
+    base: Annotated[
+        Path, typer.Argument(metavar="BASE", help="A checkpoint: a file, an index or a folder.")
+    ],
+    adapters: Annotated[
+        list[str],
+        typer.Argument(metavar="ADAPTER[=STRENGTH]...", help="Files, in the order of fusing."),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(
+            *("--out", "-o"),
+            metavar="PATH",
+            help="The new file, .safetensors; for a base in shards, the new folder.",
+        ),
+    ],
+    allow_unmatched: Annotated[
+        bool, typer.Option("--allow-unmatched", help="Accept modules that the base lacks.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON instead of text for people.")
+    ] = False,
+) -> None:
+    """Fuse adapters into a base, from file to file, in a GB of memory whatever the size.
+
+    Broken off, the same command goes on where it stopped.
+    """
+    from lorabench.adapter import Adapter
+    from lorabench.arguments import parse_adapters
+    from lorabench.checkpoint import Checkpoint
+    from lorabench.fusedfile import fuse_file
+    from lorabench.recipe import State
+    from lorabench.tables import fused_text
+
+    files = parse_adapters(adapters)
+    opened = Checkpoint.open(base)
+    bound = {
+        name: Adapter.open(path, opened.tensors, allow_unmatched=allow_unmatched)
+        for name, (path, _) in files.items()
+    }
+    state = State({name: strength for name, (_, strength) in files.items()})
+    start = perf_counter()
+    fused = fuse_file(opened, bound, state, out, overwrite=overwrite)
+    fields = {
+        "path": str(fused.path),
+        "state": state.as_dict(),
+        "bytes": fused.nbytes,
+        "resumed_bytes": fused.resumed_bytes,
+        "seconds": perf_counter() - start,
+        **asdict(fused.work),
+    }
+    typer.echo(json.dumps(fields, indent=2) if as_json else fused_text(fields))
+
+
+def walk(
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="A shipped recipe's name or alias, or a path.")
+    ],
+    strategies: Annotated[
+        list[str],
+        typer.Option(
+            "--strategy",
+            metavar="STRATEGY",
+            help="A preset, field=value, or both, separated by commas; repeatable.",
+        ),
+    ] = ["fast_kernel", "both_fixes"],  # noqa: B006
+    renders: Annotated[int, typer.Option(metavar="N", min=1, help="How many renders.")] = 1,
+    size: Size = None,
+    base: Base = None,
+    adapters: Adapters = None,
+    scratch: Scratch = IN_SCRATCH,
+    out: Out = RECORDS,
+    as_json: Json = False,
+) -> None:
+    """Carry out a recipe's plan on weights that needn't fit in memory, and time every action.
+
+    Each load and rebind reads its weights from the disk, fuses them, sums up their bits and drops
+    them. 'bench walk' does the same on weights that stay in memory.
+    """
+    cases = walk_cases(
+        recipe, strategies, renders, size, base, adapters, Device.cpu, scratch, out, streamed=True
+    )
+    measure(cases, out, as_json)
