@@ -48,38 +48,39 @@ class BitSum:
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         self.shape = tuple(shape)
         self.dtype = dtype
-        self._total = prod(self.shape) * dtype.itemsize  # two tensors of zeros differ by their size
+        self._left = prod(self.shape) * dtype.itemsize  # bytes to come
+        self._total = self._left  # two tensors of zeros differ by their size
         self._pending = torch.empty(0, dtype=torch.uint8, device="cpu")  # less than a block
 
     def update(self, data: Tensor) -> None:
         """Take the next bytes, ``uint8 [n]``, always on one device."""
-        if held := self._pending.numel():
-            room = BLOCK_BYTES - held
-            self._take(torch.cat((self._pending, data[:room])))
-            data = data[room:]
-        if data.numel():
-            self._take(data)
-
-    def _take(self, data: Tensor) -> None:
-        whole = data.numel() // BLOCK_BYTES * BLOCK_BYTES
+        if not data.numel():
+            return
+        self._left -= data.numel()
+        if self._pending.numel():
+            data = torch.cat((self._pending, data))
+        unit = BLOCK_BYTES if self._left else 8
+        whole = data.numel() // unit * unit
         self._total = self._chain(self._total, data[:whole])
         self._pending = data[whole:].clone()
+        if not self._left:  # a model has thousands of tensors: none keeps what it has counted
+            tail = int.from_bytes(bytes(self._pending.tolist()), "little")
+            self._total = (self._total * _P + tail) & _MASK
+            self._pending = self._pending[:0].clone()
 
     @property
     def value(self) -> int:
         """The sum, once every byte was given; below 2^64."""
-        whole = self._pending.numel() // 8 * 8
-        total = self._chain(self._total, self._pending[:whole])
-        tail = int.from_bytes(bytes(self._pending[whole:].tolist()), "little")
-        return (total * _P + tail) & _MASK
+        assert not self._left, f"{self._left} bytes are missing"
+        return self._total
 
     @staticmethod
     def _chain(total: int, data: Tensor) -> int:
         """Chain the sums of blocks of whole words."""
         if not data.numel():  # which would split into one empty block
             return total
-        # A slice of a tensor may not begin on a word.
-        aligned = data if data.data_ptr() % 8 == 0 else data.clone()
+        # A slice of a tensor may not begin on a word, of the memory or of the tensor.
+        aligned = data.clone() if data.data_ptr() % 8 or data.storage_offset() % 8 else data
         for words in aligned.view(torch.int64).split(BLOCK):
             mixed = (words >> 29).bitwise_and_(_MASK >> 29).bitwise_xor_(words)
             block = mixed.mul_(_coefficients(words.device)[: words.numel()]).sum()

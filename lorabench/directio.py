@@ -8,6 +8,7 @@ next write. Where a file system has no direct I/O (older tmpfs), files go throug
 """
 
 import errno
+import fcntl
 import mmap
 import os
 from contextlib import suppress
@@ -97,6 +98,11 @@ class Writer:
         The file; it is made, or goes on from ``at``.
     at
         Bytes that an earlier writer's :meth:`sync` left.
+
+    Raises
+    ------
+    FileError
+        The file holds fewer.
     """
 
     def __init__(self, path: Path, at: int = 0) -> None:
@@ -105,6 +111,8 @@ class Writer:
         """Bytes given so far."""
         self._fd = _open(path, os.O_RDWR | os.O_CREAT | (0 if at else os.O_TRUNC))
         try:
+            if (size := os.fstat(self._fd).st_size) < at:
+                raise FileError(f"{path}: holds {size:,} bytes, expected {at:,} to go on from")
             if at % BLOCK:
                 os.preadv(self._fd, [memoryview(self._carry)], at - at % BLOCK)
         except BaseException:
@@ -133,7 +141,15 @@ class Writer:
 
     def _write_all(self, memory: memoryview, at: int) -> None:
         while memory:
-            count = os.pwritev(self._fd, [memory], at)
+            try:
+                count = os.pwritev(self._fd, [memory], at)
+            except OSError as error:
+                flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+                if error.errno != errno.EINVAL or not flags & _DIRECT:
+                    raise
+                # A limit inside a block, or larger blocks: the cache takes it, or has a reason.
+                fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~_DIRECT)
+                continue
             at, memory = at + count, memory[count:]
 
     def __enter__(self) -> Self:

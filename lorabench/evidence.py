@@ -158,29 +158,29 @@ def _rate(contender: str) -> "Measure":
     return measure
 
 
-def _busy_threads(records: Sequence[Record], geometry: Geometry) -> Number | None:
-    busy = [sum(n > 0.5 for n in _threads(r).values()) for r in _loops(records, geometry)]
+def _busy_threads(records: Sequence[Record], _: Geometry) -> Number | None:
+    busy = [sum(n > 0.5 for n in _threads(r).values()) for r in _loops(records)]
     return max(busy, default=None)
 
 
-def _busiest_thread(records: Sequence[Record], geometry: Geometry) -> Number | None:
-    busiest = [max(_threads(r).values()) for r in _loops(records, geometry)]
+def _busiest_thread(records: Sequence[Record], _: Geometry) -> Number | None:
+    busiest = [max(_threads(r).values()) for r in _loops(records)]
     return 100 * median(busiest) if busiest else None
 
 
-def _stack_share(records: Sequence[Record], geometry: Geometry) -> Number | None:
+def _stack_share(records: Sequence[Record], _: Geometry) -> Number | None:
     """Return the share of the stack samples that are inside the scalar kernel, in percent."""
     inside = samples = 0
-    for record in _loops(records, geometry):
+    for record in _loops(records):
         for stack in record.details["stacks"]:  # pyright: ignore[reportGeneralTypeIssues, reportOptionalIterable]
             kernel = any(f.startswith("lorabench.kernels.scalar:") for f in stack["frames"])
             inside, samples = inside + kernel * stack["samples"], samples + stack["samples"]
     return 100 * inside / samples if samples else None
 
 
-def _widening(records: Sequence[Record], geometry: Geometry) -> Number | None:
+def _widening(records: Sequence[Record], _: Geometry) -> Number | None:
     """Return how fast the loop's f32 weights grow, in GiB a second."""
-    loops = _loops(records, geometry)
+    loops = _loops(records)
     rates = [r.counted["widened_bytes"] / sum(r.seconds) / 2**30 for r in loops]
     return median(rates) if rates else None
 
@@ -197,9 +197,23 @@ def _whole_pass(records: Sequence[Record], geometry: Geometry) -> Number | None:
     return median(ended) if ended else None
 
 
+def _streamed_pass(records: Sequence[Record], geometry: Geometry) -> Number | None:
+    """Return the seconds of fusing one adapter into every block, read from the disk."""
+    passes = [
+        median(r.seconds)
+        for r in records
+        if r.case["bench"] == "stream"
+        and (r.case["blocks"], r.case["kernel"]) == (geometry.blocks, "gemm")
+        and r.case.get("before") == "base"
+        and "+" not in str(r.case["state"])
+    ]
+    return median(passes) if passes else None
+
+
 def _exact_rereads(records: Sequence[Record], _: Geometry) -> Number | None:
     """Return the share of un-fuses by re-reading that gave a load's bits, in percent."""
-    walks = [r for r in records if r.case["bench"] == "walk" and r.case["state"] == "base"]
+    benches = ("walk", "stream")
+    walks = [r for r in records if r.case["bench"] in benches and r.case["state"] == "base"]
     loaded = {(str(r.case["files"]), _digest(r)) for r in walks if r.case["action"] == "load"}
     reread = [
         (str(r.case["files"]), _digest(r)) in loaded
@@ -209,14 +223,14 @@ def _exact_rereads(records: Sequence[Record], _: Geometry) -> Number | None:
     return 100 * sum(reread) / len(reread) if reread else None
 
 
-def _loops(records: Sequence[Record], geometry: Geometry) -> list[Record]:
-    """Return the loops watched for a while, under the geometry's own rank."""
+def _loops(records: Sequence[Record]) -> list[Record]:
+    """Return the loops watched for a while, as the host path runs them."""
     return [
         r
         for r in records
         if r.case["bench"] == "loop"
         and r.case.get("budget_seconds") is not None
-        and r.case["rank"] == geometry.rank
+        and r.case.get("widen", True)
     ]
 
 
@@ -238,5 +252,6 @@ _MEASURES: dict[str, Measure] = {
     "scalar_stack_percent": _stack_share,
     "widened_gib_per_second": _widening,
     "scalar_pass_hours": _whole_pass,
+    "streamed_pass_seconds": _streamed_pass,
     "exact_reread_percent": _exact_rereads,
 }

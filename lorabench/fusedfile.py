@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,7 @@ SYNC_BYTES = 1 << 30
 STATE_KEY = "lorabench.state"
 """The metadata that says in which state a file's weights are."""
 
-_JOURNAL, _LOCK = ".journal.json", ".lock"
+_JOURNAL, _LOCK, _NEW = "journal.json", "lock", "new"  # in the hidden folder
 
 
 @dataclass(frozen=True)
@@ -103,19 +103,23 @@ def fuse_file(
     used = {role: adapters[role] for role in state}
     out = Path(out)
     _check_inputs(base, state)
-    _check_output(base, used, out, overwrite)
+    _check_output(base, adapters, out, overwrite)
     segments = lay_out(base, used, state, limit=segment_bytes)
-    files = _new_files(base, used, state, out)
+    files = _new_files(base, used, state, out, segments)
     total = sum(file.nbytes for file in files)
     task = _task(base, used, files, segment_bytes)
     with _folder_for(out) as folder:
-        begun = done = _resume(folder, task, out)
+        begun = done = _resume(folder, task, files, segments, out)
         try:
             check_room(out, total - sum(p.stat().st_blocks * 512 for p in folder.rglob("*")))
-            for done in _write(base, used, segments, files, folder, begun, sync_bytes):
-                _save(folder, task, done)
+            written = _write(base, used, segments, files, folder / _NEW, begun, sync_bytes)
+            with closing(written):
+                for number in written:
+                    _save(folder, task, number)
+                    done = number
             for inputs in (base, *(adapter.file for adapter in used.values())):
                 inputs.check_unchanged()
+            _check_output(base, adapters, out, overwrite)  # it may have come to be meanwhile
             _publish(base, folder, out)
         except BaseException as error:
             if isinstance(error, AdapterError) or not done:  # it would fail again, or begin anew
@@ -144,22 +148,26 @@ def _check_output(
     base: Checkpoint, adapters: Mapping[str, Adapter], out: Path, overwrite: bool
 ) -> None:
     sharded = base.path.suffix == ".json"
-    if sharded and out.suffix in (".safetensors", ".json"):
+    if sharded and (not out.name or out.suffix in (".safetensors", ".json")):
         raise ConfigError(
             f"{out}: the base {base.path} is in {len(base.stamps)} shards, and so will the output "
             f"be; give a folder's name"
         )
     if not sharded and out.suffix != ".safetensors":
         raise ConfigError(f"{out}: expected a file name that ends in .safetensors")
-    if not os.path.lexists(out):
-        return
-    if sharded and out.is_dir() and not any(out.iterdir()):
-        return
-    for inputs in (base, *(adapter.file for adapter in adapters.values())):
-        if any(out.exists() and out.samefile(file) for file in inputs.stamps):
-            raise FileError(f"{out}: is an input; a file can't be fused into itself")
-    if out.is_dir():
-        raise FileError(f"{out}: is a folder that holds something; choose another name")
+    with _told_of(out):
+        if not os.path.lexists(out):
+            return
+        if out.is_dir():
+            if sharded and not out.is_symlink() and not any(out.iterdir()):
+                return
+            raise FileError(
+                f"{out}: is a link to a folder or a folder that holds something; choose another "
+                f"name"
+            )
+        for inputs in (base, *(adapter.file for adapter in adapters.values())):
+            if any(out.exists() and file.exists() and out.samefile(file) for file in inputs.stamps):
+                raise FileError(f"{out}: is an input; a file can't be fused into itself")
     if sharded or not overwrite:
         raise FileError(f"{out}: exists already; choose another name or ask to overwrite it")
 
@@ -172,10 +180,22 @@ class _New(NamedTuple):
     header: bytes
     shift: int  # of every tensor, whole blocks
     nbytes: int
+    first: int  # of its segments; where it has none, of those after it
+    end: int
+
+    def written(self, segments: Sequence[Segment], done: int) -> int:
+        """Return how many bytes of it are on the disk when so many segments are, at least."""
+        if done <= self.first:
+            return 0
+        return segments[done].reads[0].begin + self.shift if done < self.end else self.nbytes
 
 
 def _new_files(
-    base: Checkpoint, adapters: Mapping[str, Adapter], state: State, out: Path
+    base: Checkpoint,
+    adapters: Mapping[str, Adapter],
+    state: State,
+    out: Path,
+    segments: Sequence[Segment],
 ) -> list[_New]:
     """Lay out the new files: the old ones with other headers."""
     added = {
@@ -190,6 +210,7 @@ def _new_files(
         "lorabench.rule": "Lightricks/LTX-2 1.2.0, ltx_core/loader/fuse_loras.py",
     }  # fmt: skip
     files = []
+    first = 0
     for source, (size, *_) in base.stamps.items():
         held = Checkpoint.open(source)
         start = size - sum(spec.nbytes for spec in held.tensors)
@@ -202,7 +223,9 @@ def _new_files(
         )
         name = Path(out.name) if base.path == source else _inside(source, base.path.parent)
         shift = len(header) - start
-        files.append(_New(source, name, header, shift, size + shift))
+        end = first + sum(segment.reads[0].file == source for segment in segments)
+        files.append(_New(source, name, header, shift, size + shift, first, end))
+        first = end
     return files
 
 
@@ -226,37 +249,60 @@ def _task(
 
 
 @contextmanager
-def _folder_for(out: Path) -> Iterator[Path]:
-    """Give the hidden folder beside ``out``, to this run alone."""
-    folder = out.with_name(f".{out.name}.partial")
+def _told_of(out: Path) -> Iterator[None]:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / _LOCK).open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise FileError(f"{out}: another run is writing it; wait for its end") from None
-            yield folder
+        yield
     except OSError as error:
         raise FileError(f"{out}: can't be written: {error.strerror or error}") from error
 
 
-def _resume(folder: Path, task: str, out: Path) -> int:
-    """Return the segments that an earlier run of the same task left; clear away another's."""
+@contextmanager
+def _folder_for(out: Path) -> Iterator[Path]:
+    """Give the hidden folder beside ``out``, to this run alone."""
+    folder = out.with_name(f".{out.name}.partial")
+    with _told_of(out):
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / _LOCK).open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not os.fstat(lock.fileno()).st_nlink:  # its run ended, and removed it
+                    raise BlockingIOError
+            except BlockingIOError:
+                raise FileError(f"{out}: another run is writing it; wait for its end") from None
+            yield folder
+
+
+def _resume(
+    folder: Path, task: str, files: Sequence[_New], segments: Sequence[Segment], out: Path
+) -> int:
+    """Return the segments that an earlier run of the same task left; clear away anything else."""
     try:
-        journal = json.loads((folder / _JOURNAL).read_text())
-        if journal["task"] == task:
-            return int(journal["segments"])
+        journal = json.loads((folder / _JOURNAL).read_bytes())
+        theirs, done = journal["task"], journal["segments"]
     except FileNotFoundError:
-        pass
-    except (ValueError, TypeError, KeyError):
-        journal = None  # what a crash of the machine left of it
+        theirs, done = task, 0
+    except (ValueError, TypeError, KeyError):  # what a crash of the machine left of it
+        theirs, done = task, None
+    if theirs != task:
+        cause = "it had other inputs"
+    elif type(done) is not int or not 0 <= done <= len(segments):
+        cause = "its journal is damaged"
+    elif not all(_holds(folder / _NEW / f.name, f.written(segments, done)) for f in files):
+        cause = "its files are shorter than its journal says"
+    elif done:
+        return done
     else:
-        warnings.warn(f"{out}: an unfinished run with other inputs was cleared away", stacklevel=3)
+        cause = None
     for left in folder.iterdir():
         if left.name != _LOCK:
             shutil.rmtree(left) if left.is_dir() else left.unlink()
+    if cause:
+        warnings.warn(f"{out}: an unfinished run was cleared away: {cause}", stacklevel=3)
     return 0
+
+
+def _holds(path: Path, nbytes: int) -> bool:
+    return not nbytes or (path.is_file() and path.stat().st_size >= nbytes)
 
 
 def _save(folder: Path, task: str, segments: int) -> None:
@@ -276,13 +322,10 @@ def _write(
     folder: Path,
     begun: int,
     sync_bytes: int,
-) -> Iterator[int]:
+) -> Generator[int, None, None]:
     """Write the segments from ``begun`` on; yield how many are on the disk, whenever they are."""
-    stamps = dict(base.stamps)
-    for adapter in adapters.values():
-        stamps |= adapter.file.stamps
     left = segments[begun:]
-    with closing(stream(left, base, stamps, get_streamed_kernel("gemm"))) as streamed:
+    with closing(stream(left, base, adapters, get_streamed_kernel("gemm"))) as streamed:
         passed = progress(
             streamed,
             label=f"fuse {base.path.name}",
@@ -290,30 +333,22 @@ def _write(
             unit="B",
             size=lambda item: item[0].base_bytes,
         )
-        first = 0
         for file in files:
-            end = first + sum(segment.reads[0].file == file.source for segment in segments)
-            if first < end <= begun:
-                first = end
+            if (at := file.written(segments, begun)) == file.nbytes:
                 continue
-            start = max(first, begun)
-            at = segments[start].reads[0].begin + file.shift if start > first else 0
             (folder / file.name).parent.mkdir(parents=True, exist_ok=True)
             with Writer(folder / file.name, at) as writer:
                 if not at:
                     writer.write(_in_memory(file.header))
                 synced = writer.at
-                for number in range(start, end):
+                for number in range(max(file.first, begun), file.end):
                     segment, memory = next(passed)
-                    read = segment.reads[0]
-                    nbytes = read.begin % BLOCK + read.end - read.begin
-                    writer.write(memory[read.at : read.at + nbytes].numpy().data)
-                    if writer.at - synced >= sync_bytes and number + 1 < end:
+                    writer.write(memory[segment.base_memory].numpy().data)
+                    if writer.at - synced >= sync_bytes and number + 1 < file.end:
                         writer.sync()
                         synced = writer.at
                         yield number + 1
-            yield end
-            first = end
+            yield file.end
         next(passed, None)
 
 
@@ -325,13 +360,12 @@ def _in_memory(header: bytes) -> memoryview:
 
 def _publish(base: Checkpoint, folder: Path, out: Path) -> None:
     """Give what was written its own name, in one step."""
-    if base.path.suffix != ".json":
-        (folder / out.name).replace(out)
-        shutil.rmtree(folder, ignore_errors=True)
-        return
-    with (folder / base.path.name).open("wb") as index:
-        index.write(base.path.read_bytes())
-        os.fsync(index.fileno())
-    for mine in (_JOURNAL, _LOCK):
-        (folder / mine).unlink()
-    folder.rename(out)
+    new = folder / _NEW
+    if base.path.suffix == ".json":
+        with (new / base.path.name).open("wb", buffering=0) as index:
+            index.write(base.path.read_bytes())
+            os.fsync(index.fileno())
+        new.rename(out)
+    else:
+        (new / out.name).replace(out)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -91,6 +91,12 @@ class Segment(NamedTuple):
         return self.reads[-1].after
 
     @property
+    def base_memory(self) -> slice:
+        """Where the bytes of a gapless base lie, with what shares their first block."""
+        first = self.reads[0]
+        return slice(first.at, first.first + first.end - first.begin)
+
+    @property
     def base_bytes(self) -> int:
         """Bytes of the base's tensors."""
         return sum(piece.nbytes for piece in self.pieces)
@@ -138,13 +144,15 @@ def lay_out(
             pairs.setdefault(pair.weight.name, []).append(bound)
     laid: list[Segment] = []
     held: list[_Part] = []
+    nbytes = 0
     for entry in entries:
         for part in _parts(entry, pairs.get(entry.spec.name, ()), limit):
-            full = sum(p.nbytes for p in held) + part.nbytes > limit
+            full = nbytes + part.nbytes > limit
             if held and (full or held[-1].entry.file != entry.file):
                 laid.append(_segment(held))
-                held = []
+                held, nbytes = [], 0
             held.append(part)
+            nbytes += part.nbytes
     return [*laid, _segment(held)] if held else laid
 
 

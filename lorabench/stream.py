@@ -8,14 +8,14 @@ own share of torch's threads; the caller takes the segments in order.
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from queue import Queue
 from threading import Event, Thread, local
 
 import torch
 from torch import Tensor
 
-from lorabench.checkpoint import Checkpoint, Stamp, torch_dtype
+from lorabench.adapter import Adapter
+from lorabench.checkpoint import Checkpoint, torch_dtype
 from lorabench.directio import Reader, aligned_memory
 from lorabench.errors import AdapterError, UnavailableError
 from lorabench.fuse import Pair, Term
@@ -49,7 +49,7 @@ def get_streamed_kernel(name: str) -> Kernel:
 def stream(
     segments: Sequence[Segment],
     base: Checkpoint,
-    stamps: Mapping[Path, Stamp],
+    adapters: Mapping[str, Adapter],
     kernel: Kernel | None,
 ) -> Generator[tuple[Segment, Tensor], None, None]:
     """Read segments and fuse their tiles; give each in order, with its memory as ``uint8 [n]``.
@@ -59,8 +59,6 @@ def stream(
 
     Parameters
     ----------
-    stamps
-        Of every file that is read, from when it was opened.
     kernel
         None leaves the base's bits: reading alone.
 
@@ -73,6 +71,9 @@ def stream(
     """
     if not segments:
         return
+    stamps = dict(base.stamps)
+    for adapter in adapters.values():
+        stamps |= adapter.file.stamps
     ended = Event()
     free: Queue[Tensor | None] = Queue()
     filled: Queue[tuple[Segment, Tensor, list[Future[None]]] | BaseException] = Queue()

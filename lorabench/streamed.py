@@ -21,6 +21,16 @@ def _ignore(name: str) -> None:
     """Do nothing after a weight."""
 
 
+def check_streamed(kernel: str, restore: str) -> None:
+    """Raise :class:`UnavailableError` unless weights can be streamed in this way."""
+    get_streamed_kernel(kernel)
+    if restore != "reread":
+        raise UnavailableError(
+            f"restore '{restore}' needs weights that stay in memory; streamed weights are read "
+            f"again, so choose 'reread'"
+        )
+
+
 class StreamedWeights:
     """A base's weights in one state after another, of which only sums are kept.
 
@@ -33,7 +43,7 @@ class StreamedWeights:
     base, adapters, kernel
         As for resident weights; ``reread`` is the only restore, for nothing else keeps nothing.
     keep
-        First rows to keep of each weight that the last sweep passed, by name, to be checked.
+        First rows to keep of each weight that the last sweep fused, by name, to be checked.
 
     Raises
     ------
@@ -50,11 +60,7 @@ class StreamedWeights:
         restore: str = "reread",
         keep: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        if restore != "reread":
-            raise UnavailableError(
-                f"restore '{restore}' needs weights that stay in memory; streamed weights are read "
-                f"again, so choose 'reread'"
-            )
+        check_streamed(kernel, restore)
         self.base = base
         self.adapters = MappingProxyType(dict(adapters))
         check_base(base, self.adapters)
@@ -118,10 +124,7 @@ class StreamedWeights:
             self._sums[name] = BitSum(spec.shape, torch_dtype(spec.dtype))
             if not spec.nbytes:
                 after_weight(name)
-        stamps = dict(self.base.stamps)
-        for adapter in self.adapters.values():
-            stamps |= adapter.file.stamps
-        with closing(stream(segments, self.base, stamps, self._kernel)) as streamed:
+        with closing(stream(segments, self.base, self.adapters, self._kernel)) as streamed:
             passed = progress(
                 streamed,
                 label=f"pass into {state}",
@@ -131,7 +134,8 @@ class StreamedWeights:
             )
             for segment, memory in passed:
                 self._take(segment, memory, after_weight)
-        self.base.check_unchanged()
+        for inputs in (self.base, *(self.adapters[role].file for role in state)):
+            inputs.check_unchanged()
         self._state = state
         return sum((segment.work for segment in segments), Work())
 
@@ -140,10 +144,14 @@ class StreamedWeights:
             self._sums[name].update(memory[at : at + nbytes])
             if last:
                 after_weight(name)
-        for (spec, at), top, _ in segment.tiles:
-            if top == 0 and spec.name in self._keep:
-                rows = min(spec.shape[0], self._keep[spec.name])
-                nbytes = rows * (spec.nbytes // spec.shape[0])
-                data = memory[at : at + nbytes].clone()
-                kept = data.view(torch_dtype(spec.dtype)).view(rows, *spec.shape[1:])
-                self.kept[spec.name] = kept
+        self.kept |= first_rows(segment, memory, self._keep)
+
+
+def first_rows(segment: Segment, memory: Tensor, counts: Mapping[str, int]) -> dict[str, Tensor]:
+    """Copy the first rows, as many as asked for by name, of the weights fused in a segment."""
+    rows = {}
+    for (spec, at), top, _ in segment.tiles:
+        if top == 0 and (count := min(spec.shape[0], counts.get(spec.name, 0))):
+            data = memory[at : at + count * spec.nbytes // spec.shape[0]].clone()
+            rows[spec.name] = data.view(torch_dtype(spec.dtype)).view(count, *spec.shape[1:])
+    return rows

@@ -107,8 +107,7 @@ def _fuse(subject: Subject, folder: Path, rounds: int) -> Sequence[Result]:
             peak_private_bytes=max(s.peak_private_bytes for s in seen[name]),
             details={
                 "baseline_private_bytes": min(s.baseline_private_bytes for s in seen[name]),
-                # of a copy, the other process is cp itself
-                **({} if name == "cp" else {"others_cores": max(s.others_cores for s in seen[name])}),
+                "others_cores": max(s.others_cores for s in seen[name]),
             },
         )
         for name, part in parts.items()
