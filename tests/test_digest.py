@@ -1,11 +1,13 @@
 """The digest tells any two sets of bits apart, and is the same number everywhere and always."""
 
+from itertools import pairwise
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorabench.digest import BLOCK, digest
+from lorabench.digest import BLOCK, BLOCK_BYTES, BitSum, combine, digest
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
@@ -153,6 +155,55 @@ def test_equal_bits_have_one_digest_wherever_they_lie_in_memory():
         assert digest({"w": shifted[offset : offset + 4001]}) == expected
     wide = torch.randn(40, 30)
     assert digest({"w": wide.T}) == digest({"w": wide.T.contiguous()})
+
+
+EDGES = [0, 1, 7, 8, 9, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES]
+LONG = counting(2 * BLOCK_BYTES + 13)
+
+
+@settings(max_examples=30)
+@given(
+    cuts=st.lists(st.sampled_from(EDGES) | st.integers(0, len(LONG)), max_size=6).map(sorted),
+    askew=st.integers(0, 8),
+)
+def test_bytes_that_come_in_any_division_have_the_sum_of_the_whole(cuts, askew):
+    memory = torch.cat([torch.zeros(askew, dtype=torch.uint8), LONG])[askew:]
+    bits = BitSum(LONG.shape, LONG.dtype)
+    for begin, end in pairwise([0, *cuts, len(LONG)]):
+        bits.update(memory[begin:end])
+    assert combine({"w": bits}) == LONG_DIGEST
+
+
+LONG_DIGEST = digest({"w": LONG})
+
+
+@given(data=st.binary(max_size=30), cuts=st.lists(st.integers(0, 30), max_size=4).map(sorted))
+def test_short_tensors_too_down_to_none_and_with_nothing_given_after_the_end(data, cuts):
+    whole = torch.tensor(list(data), dtype=torch.uint8)
+    bits = BitSum(whole.shape, whole.dtype)
+    for begin, end in pairwise([0, *cuts, len(data), len(data)]):
+        bits.update(whole[begin:end])
+    assert bits.value == plain_sum(data)
+
+
+def test_what_was_given_may_be_overwritten_at_once():
+    buffer = torch.empty(100, dtype=torch.uint8)
+    bits = BitSum((50, 5), torch.bfloat16)
+    data = counting(500)
+    for begin in range(0, 500, 100):
+        buffer.copy_(data[begin : begin + 100])
+        bits.update(buffer)
+    buffer.zero_()
+    assert combine({"w": bits}) == digest({"w": data.view(torch.bfloat16).view(50, 5)})
+
+
+def test_a_tensor_that_begins_between_the_words_of_its_memory_has_the_digest_of_its_copy():
+    for skipped in range(1, 17):
+        for begin in range(17):  # the memory may begin on a word where the tensor doesn't
+            memory = torch.frombuffer(bytearray(100), dtype=torch.uint8, offset=skipped)
+            memory.copy_(counting(100 - skipped))
+            tensor = memory[begin:]
+            assert digest({"w": tensor}) == digest({"w": tensor.clone()})
 
 
 def test_the_order_of_the_mapping_does_not_count():
