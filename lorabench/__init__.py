@@ -14,8 +14,10 @@ from lorabench.recipe import BASE, State, load_recipe
 if TYPE_CHECKING:
     from lorabench.adapter import Adapter
     from lorabench.checkpoint import Checkpoint
+    from lorabench.fusedfile import fuse_file
     from lorabench.geometry import load_geometry
     from lorabench.resident import ResidentWeights
+    from lorabench.streamed import StreamedWeights
     from lorabench.synthetic import synthesize
 
     __version__: str
@@ -28,7 +30,9 @@ __all__ = [
     "ResidentWeights",
     "State",
     "Strategy",
+    "StreamedWeights",
     "__version__",
+    "fuse_file",
     "load_geometry",
     "load_recipe",
     "plan",
@@ -39,6 +43,8 @@ _HOMES = {
     "Adapter": "adapter",
     "Checkpoint": "checkpoint",
     "ResidentWeights": "resident",
+    "StreamedWeights": "streamed",
+    "fuse_file": "fusedfile",
     "load_geometry": "geometry",
     "synthesize": "synthetic",
 }

@@ -50,23 +50,27 @@ class BitSum:
         self.dtype = dtype
         self._left = prod(self.shape) * dtype.itemsize  # bytes to come
         self._total = self._left  # two tensors of zeros differ by their size
-        self._pending = torch.empty(0, dtype=torch.uint8, device="cpu")  # less than a block
+        # Less than a block; none at the end, for any memory kept by each of a model's thousands of
+        # tensors keeps glibc's heap from using again the large freed block that lies before it.
+        self._pending: Tensor | None = None
 
     def update(self, data: Tensor) -> None:
         """Take the next bytes, ``uint8 [n]``, always on one device."""
         if not data.numel():
             return
         self._left -= data.numel()
-        if self._pending.numel():
+        if self._pending is not None:
             data = torch.cat((self._pending, data))
         unit = BLOCK_BYTES if self._left else 8
         whole = data.numel() // unit * unit
         self._total = self._chain(self._total, data[:whole])
-        self._pending = data[whole:].clone()
-        if not self._left:  # a model has thousands of tensors: none keeps what it has counted
-            tail = int.from_bytes(bytes(self._pending.tolist()), "little")
+        rest = data[whole:]
+        if self._left:
+            self._pending = rest.clone() if rest.numel() else None
+        else:
+            tail = int.from_bytes(bytes(rest.tolist()), "little")
             self._total = (self._total * _P + tail) & _MASK
-            self._pending = self._pending[:0].clone()
+            self._pending = None
 
     @property
     def value(self) -> int:

@@ -6,14 +6,11 @@ Until all of it is on the disk it is in a hidden folder beside its place, with a
 a run that was broken off goes on.
 """
 
-import fcntl
 import hashlib
 import json
 import os
-import shutil
-import warnings
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -24,8 +21,9 @@ from lorabench.adapter import Adapter, check_base
 from lorabench.checkpoint import Checkpoint, check_room
 from lorabench.cost import Work
 from lorabench.directio import BLOCK, Writer, aligned_memory
-from lorabench.errors import AdapterError, ConfigError, FileError
+from lorabench.errors import ConfigError, FileError
 from lorabench.header import encode_header
+from lorabench.journal import journal_for, told_of
 from lorabench.kernels.gemm import TILE
 from lorabench.kernels.scratch import product_dtype
 from lorabench.progress import progress
@@ -38,8 +36,6 @@ SYNC_BYTES = 1 << 30
 
 STATE_KEY = "lorabench.state"
 """The metadata that says in which state a file's weights are."""
-
-_JOURNAL, _LOCK, _NEW = "journal.json", "lock", "new"  # in the hidden folder
 
 
 @dataclass(frozen=True)
@@ -108,28 +104,20 @@ def fuse_file(
     files = _new_files(base, used, state, out, segments)
     total = sum(file.nbytes for file in files)
     task = _task(base, used, files, segment_bytes)
-    with _folder_for(out) as folder:
-        begun = done = _resume(folder, task, files, segments, out)
-        try:
-            check_room(out, total - sum(p.stat().st_blocks * 512 for p in folder.rglob("*")))
-            written = _write(base, used, segments, files, folder / _NEW, begun, sync_bytes)
-            with closing(written):
-                for number in written:
-                    _save(folder, task, number)
-                    done = number
-            for inputs in (base, *(adapter.file for adapter in used.values())):
-                inputs.check_unchanged()
-            _check_output(base, adapters, out, overwrite)  # it may have come to be meanwhile
-            _publish(base, folder, out)
-        except BaseException as error:
-            if isinstance(error, AdapterError) or not done:  # it would fail again, or begin anew
-                shutil.rmtree(folder, ignore_errors=True)
-            else:
-                warnings.warn(
-                    f"{out}: broken off; the same command goes on from what {folder} keeps",
-                    stacklevel=2,
-                )
-            raise
+    with journal_for(out, task) as journal:
+        begun = journal.resume(
+            len(segments),
+            lambda done: all(file.is_held(journal.new, segments, done) for file in files),
+        )
+        check_room(out, total - journal.held_bytes)
+        written = _write(base, used, segments, files, journal.new, begun, sync_bytes)
+        with closing(written):
+            for number in written:
+                journal.save(number)
+        for inputs in (base, *(adapter.file for adapter in used.values())):
+            inputs.check_unchanged()
+        _check_output(base, adapters, out, overwrite)  # it may have come to be meanwhile
+        _publish(base, journal.new, out)
     resumed = sum(segment.base_bytes for segment in segments[:begun])
     return Fused(out, total, resumed, sum((s.work for s in segments[begun:]), Work()))
 
@@ -155,7 +143,7 @@ def _check_output(
         )
     if not sharded and out.suffix != ".safetensors":
         raise ConfigError(f"{out}: expected a file name that ends in .safetensors")
-    with _told_of(out):
+    with told_of(out):
         if not os.path.lexists(out):
             return
         if out.is_dir():
@@ -188,6 +176,11 @@ class _New(NamedTuple):
         if done <= self.first:
             return 0
         return segments[done].reads[0].begin + self.shift if done < self.end else self.nbytes
+
+    def is_held(self, folder: Path, segments: Sequence[Segment], done: int) -> bool:
+        """Tell whether the folder has as much of it."""
+        nbytes, path = self.written(segments, done), folder / self.name
+        return not nbytes or (path.is_file() and path.stat().st_size >= nbytes)
 
 
 def _new_files(
@@ -248,72 +241,6 @@ def _task(
     return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
 
 
-@contextmanager
-def _told_of(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise FileError(f"{out}: can't be written: {error.strerror or error}") from error
-
-
-@contextmanager
-def _folder_for(out: Path) -> Iterator[Path]:
-    """Give the hidden folder beside ``out``, to this run alone."""
-    folder = out.with_name(f".{out.name}.partial")
-    with _told_of(out):
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / _LOCK).open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if not os.fstat(lock.fileno()).st_nlink:  # its run ended, and removed it
-                    raise BlockingIOError
-            except BlockingIOError:
-                raise FileError(f"{out}: another run is writing it; wait for its end") from None
-            yield folder
-
-
-def _resume(
-    folder: Path, task: str, files: Sequence[_New], segments: Sequence[Segment], out: Path
-) -> int:
-    """Return the segments that an earlier run of the same task left; clear away anything else."""
-    try:
-        journal = json.loads((folder / _JOURNAL).read_bytes())
-        theirs, done = journal["task"], journal["segments"]
-    except FileNotFoundError:
-        theirs, done = task, 0
-    except (ValueError, TypeError, KeyError):  # what a crash of the machine left of it
-        theirs, done = task, None
-    if theirs != task:
-        cause = "it had other inputs"
-    elif type(done) is not int or not 0 <= done <= len(segments):
-        cause = "its journal is damaged"
-    elif not all(_holds(folder / _NEW / f.name, f.written(segments, done)) for f in files):
-        cause = "its files are shorter than its journal says"
-    elif done:
-        return done
-    else:
-        cause = None
-    for left in folder.iterdir():
-        if left.name != _LOCK:
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
-    if cause:
-        warnings.warn(f"{out}: an unfinished run was cleared away: {cause}", stacklevel=3)
-    return 0
-
-
-def _holds(path: Path, nbytes: int) -> bool:
-    return not nbytes or (path.is_file() and path.stat().st_size >= nbytes)
-
-
-def _save(folder: Path, task: str, segments: int) -> None:
-    journal = folder / _JOURNAL
-    with (new := journal.with_suffix(".new")).open("w") as stream:
-        json.dump({"task": task, "segments": segments}, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    new.replace(journal)
-
-
 def _write(
     base: Checkpoint,
     adapters: Mapping[str, Adapter],
@@ -358,9 +285,8 @@ def _in_memory(header: bytes) -> memoryview:
     return memory
 
 
-def _publish(base: Checkpoint, folder: Path, out: Path) -> None:
+def _publish(base: Checkpoint, new: Path, out: Path) -> None:
     """Give what was written its own name, in one step."""
-    new = folder / _NEW
     if base.path.suffix == ".json":
         with (new / base.path.name).open("wb", buffering=0) as index:
             index.write(base.path.read_bytes())
@@ -368,4 +294,3 @@ def _publish(base: Checkpoint, folder: Path, out: Path) -> None:
         new.rename(out)
     else:
         (new / out.name).replace(out)
-    shutil.rmtree(folder, ignore_errors=True)

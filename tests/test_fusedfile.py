@@ -38,6 +38,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from lorabench import directio, fusedfile, streamed
+from lorabench import journal as journaling
 from lorabench.adapter import Adapter
 from lorabench.alone import alone
 from lorabench.checkpoint import Checkpoint
@@ -449,7 +450,7 @@ def fuse():
 
 def written(folder=out.with_name(f".{out.name}.partial")):
     try:
-        journal = json.loads((folder / "journal.json").read_text())["segments"]
+        journal = json.loads((folder / "journal.json").read_text())["steps"]
         return journal, sum(p.stat().st_size for p in folder.rglob("*.safetensors"))
     except FileNotFoundError:
         return 0, 0
@@ -539,7 +540,7 @@ def test_a_disk_that_fills_up_meanwhile_is_told_and_the_run_goes_on_once_there_i
     with mounted(tmp_path / "disk", kind, 4 << 20):
         out = tmp_path / "disk" / "out" / "fused.safetensors"
         filler = tmp_path / "disk" / "filler"
-        save = fusedfile._save
+        save = journaling._save
 
         def save_and_fill(*args) -> None:
             save(*args)
@@ -548,12 +549,12 @@ def test_a_disk_that_fills_up_meanwhile_is_told_and_the_run_goes_on_once_there_i
                     while file.write(bytes(4096)):
                         pass
 
-        monkeypatch.setattr(fusedfile, "_save", save_and_fill)
+        monkeypatch.setattr(journaling, "_save", save_and_fill)
         message = "can't be written: No space left on device"
         assert fuse_failing(model, out, FileError, message)
         assert fuse_failing(model, out, FileError, "needs .* bytes, but the disk has")
         filler.unlink()
-        monkeypatch.setattr(fusedfile, "_save", save)
+        monkeypatch.setattr(journaling, "_save", save)
         assert resume(model, out) > 0
 
 
@@ -588,7 +589,7 @@ def test_what_was_written_already_needs_no_room_again(model, out, small_tiles, m
 def broken_off(either, out, small_tiles):
     """A run that was broken off near its end."""
     broken = OSError(errno.ENOSPC, "No space left")
-    with failing(fusedfile, "_save", 12, broken):
+    with failing(journaling, "_save", 12, broken):
         assert fuse_failing(either, out, FileError)
     return partial(out)
 
@@ -602,14 +603,14 @@ DAMAGED = {
     "half": lambda folder: journal(folder)[:20],
     "no text": lambda folder: b"\xff\xfe\x00",
     "no object": lambda folder: b"[1, 2]",
-    "no task": lambda folder: b'{"segments": 3}',
-    "no count": lambda folder: journal(folder).replace(b"segments", b"pigments"),
-    "text": lambda folder: journal(folder, segments="3"),
-    "yes": lambda folder: journal(folder, segments=True),
-    "below 0": lambda folder: journal(folder, segments=-2),
-    "a fraction": lambda folder: journal(folder, segments=1.5),
-    "no end": lambda folder: journal(folder, segments=1e999),
-    "too many": lambda folder: journal(folder, segments=10**6),
+    "no task": lambda folder: b'{"steps": 3}',
+    "no count": lambda folder: journal(folder).replace(b"steps", b"stops"),
+    "text": lambda folder: journal(folder, steps="3"),
+    "yes": lambda folder: journal(folder, steps=True),
+    "below 0": lambda folder: journal(folder, steps=-2),
+    "a fraction": lambda folder: journal(folder, steps=1.5),
+    "no end": lambda folder: journal(folder, steps=1e999),
+    "too many": lambda folder: journal(folder, steps=10**6),
 }
 
 
@@ -628,7 +629,7 @@ def test_a_journal_that_claims_more_than_the_files_hold_is_not_believed(
     if damage == "claims all":
         used = {role: either.adapters[role] for role in STATE}
         count = len(lay_out(either.base, used, STATE, limit=4096))
-        (broken_off / "journal.json").write_bytes(journal(broken_off, segments=count))
+        (broken_off / "journal.json").write_bytes(journal(broken_off, steps=count))
     elif damage == "last gone":
         written[-1].unlink()
     else:
@@ -650,7 +651,7 @@ def test_an_intact_journal_saves_what_was_written(either, out, broken_off):
 @pytest.mark.parametrize("other", ["state", "order", "segments", "adapter", "base", "torch"])
 def test_another_tasks_leavings_are_cleared_away(model, out, tmp_path, monkeypatch, other):
     mine = Model(write_base(tmp_path / "base.safetensors"), model.adapters)
-    with failing(fusedfile, "_save", 5, OSError(errno.ENOSPC, "No space left")):
+    with failing(journaling, "_save", 5, OSError(errno.ENOSPC, "No space left")):
         assert fuse_failing(mine, out, FileError)
     state, sizes = STATE, SMALL
     if other == "state":
@@ -678,27 +679,27 @@ def test_another_tasks_leavings_are_cleared_away(model, out, tmp_path, monkeypat
 def test_of_two_runs_at_once_the_second_is_refused_and_the_first_unharmed(
     either, out, small_tiles, monkeypatch
 ):
-    save, refused = fusedfile._save, []
+    save, refused = journaling._save, []
 
     def meanwhile(*args) -> None:
         with pytest.raises(FileError, match=f"^{out}: another run is writing it"):
             fuse_file(either.base, either.adapters, STATE, out, **SMALL)
         refused.append(save(*args))
 
-    monkeypatch.setattr(fusedfile, "_save", meanwhile)
+    monkeypatch.setattr(journaling, "_save", meanwhile)
     fuse_file(either.base, either.adapters, STATE, out, **SMALL)
     assert len(refused) > 3
     assert_fused(either, STATE, out)
 
 
 def test_a_run_that_waited_at_the_lock_of_one_that_ended_is_refused(model, out, monkeypatch):
-    locked = fusedfile.fcntl.flock
+    locked = journaling.fcntl.flock
 
     def flock(file, how) -> None:
         locked(file, how)
         shutil.rmtree(partial(out))  # as the other run did between our opening it and now
 
-    monkeypatch.setattr(fusedfile.fcntl, "flock", flock)
+    monkeypatch.setattr(journaling.fcntl, "flock", flock)
     with pytest.raises(FileError, match=f"^{out}: another run"):
         fuse_file(model.base, model.adapters, STATE, out)
     assert not list(out.parent.iterdir())
@@ -729,7 +730,7 @@ def test_an_input_that_changes_meanwhile_leaves_no_file(
     (tmp_path / "in").mkdir()
     model = write_model(tmp_path / "in")
     path = (model.base if which == "base" else model.adapters[which].file).path
-    content, save = path.read_bytes(), fusedfile._save
+    content, save = path.read_bytes(), journaling._save
 
     def change_it(folder, task, segments) -> None:
         save(folder, task, segments)
@@ -743,7 +744,7 @@ def test_an_input_that_changes_meanwhile_leaves_no_file(
                 if change == "replaced":
                     path.write_bytes(content)
 
-    monkeypatch.setattr(fusedfile, "_save", change_it)
+    monkeypatch.setattr(journaling, "_save", change_it)
     with nothing_left(), pytest.warns(UserWarning, match="broken off"):
         with pytest.raises(FileError, match=f"^{path}: "):
             fuse_file(model.base, model.adapters, STATE, out, **SMALL)
@@ -760,7 +761,7 @@ def test_a_shard_without_bytes_is_no_stumbling_block_wherever_a_run_stops(sharde
     fresh = tmp_path / "out" / "fused"
     for n in itertools.count(1):
         broken = OSError(errno.ENOSPC, "No space left")
-        with failing(fusedfile, "_save", n, broken) as saves, suppress(FileError):
+        with failing(journaling, "_save", n, broken) as saves, suppress(FileError):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 fuse_file(sharded.base, sharded.adapters, STATE, fresh, **SMALL)

@@ -40,9 +40,10 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         "adapter", "checkpoint", "cost", "digest", "progress", "recipe", "segments", "stream",
     },
     "fusedfile": {
-        "adapter", "checkpoint", "cost", "directio", "header", "kernels", "progress", "recipe",
-        "segments", "stream",
+        "adapter", "checkpoint", "cost", "directio", "header", "journal", "kernels", "progress",
+        "recipe", "segments", "stream",
     },
+    "journal": set(),
     # around it
     "synthetic": {"geometry", "checkpoint", "machine", "progress"},
     "progress": set(),
