@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import nbformat
 import pytest
+from conftest import shard
 from nbformat.v4 import new_code_cell, new_notebook
 
 import lorabench
@@ -16,12 +17,14 @@ from lorabench.checkpoint import Checkpoint
 from lorabench.cli import app
 from lorabench.cost import predict_work, touches_of
 from lorabench.derive import first_tenth
+from lorabench.digest import digest
 from lorabench.errors import CheckError, ConfigError, WeightsLostError
 from lorabench.geometry import Counts, load_geometry
 from lorabench.machine import git_commit
 from lorabench.plan import STRATEGIES, plan
-from lorabench.recipe import load_recipe, recipe_names
+from lorabench.recipe import State, load_recipe, recipe_names
 from lorabench.report import NotebookError
+from lorabench.resident import ResidentWeights
 from lorabench.tables import scaled, table
 
 HEAVY = ("torch", "pandas", "plotly", "numba", "nbformat")
@@ -755,6 +758,116 @@ def test_report_outside_a_checkout_needs_a_name(refused, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("lorabench.cli_report.__file__", str(tmp_path / "lorabench" / "x.py"))
     assert "no notebook was named" in refused("report")
+
+
+# fuse and walk
+
+
+def test_fuse_writes_what_resident_weights_would_hold(run, files, base, adapters, tmp_path):
+    out = tmp_path / "fused.safetensors"
+    given = [f"{files.adapters['user']}=-0.5", files.adapters["distilled"]]
+    told = run("fuse", files.base, *given, "-o", out, "--json")
+    assert told.code == 0
+    weights = ResidentWeights(base, adapters)
+    weights.load(State(user=-0.5, distilled=1.0))
+    fused = Checkpoint.open(out)
+    assert digest({name: fused.read(name) for name in fused.entries}) == weights.digest()
+    assert fused.metadata["lorabench.state"] == "user@-0.5 + distilled@1"
+    assert told.json["state"] == {"user": -0.5, "distilled": 1.0}
+    assert told.json["bytes"] == out.stat().st_size
+    assert told.json["resumed_bytes"] == 0
+    again = run("fuse", files.base, *given, "-o", out, "--overwrite")
+    assert again.out.startswith(f"{out}: written\n  state  user@-0.5 + distilled@1\n  bytes ")
+
+
+def test_fuse_of_shards_gives_shards(run, files, base, adapters, tmp_path):
+    (tmp_path / "shards").mkdir()
+    shard(base, tmp_path / "shards", 3)
+    out = tmp_path / "fused"
+    assert run("fuse", tmp_path / "shards", files.adapters["user"], "-o", out).code == 0
+    weights = ResidentWeights(base, adapters)
+    weights.load(State(user=1.0))
+    fused = Checkpoint.open(out)
+    assert digest({name: fused.read(name) for name in fused.entries}) == weights.digest()
+    assert sorted(path.name for path in out.iterdir()) == sorted(
+        path.name for path in (tmp_path / "shards").iterdir()
+    )
+
+
+def test_adapters_of_one_file_name_are_told_apart_by_their_folders(run, files, tmp_path):
+    given = []
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        given.append(tmp_path / folder / "lora.safetensors")
+        given[-1].write_bytes(files.adapters["user"].read_bytes())
+    out = tmp_path / "fused.safetensors"
+    assert run("fuse", files.base, *given, "-o", out).code == 0
+    assert Checkpoint.open(out).metadata["lorabench.state"] == "one/lora@1 + two/lora@1"
+
+
+@pytest.mark.parametrize(
+    ("given", "out", "told"),
+    [
+        (["none.safetensors"], "x.safetensors", "none.safetensors: can't be opened"),
+        (["{user}=strong"], "x.safetensors", "the strength a number; found 'strong'"),
+        (["{user}=nan"], "x.safetensors", "finite"),
+        (["{user}", "{user}=2"], "x.safetensors", "is given twice"),
+        (["{user}=0"], "x.safetensors", "every strength is 0"),
+        (["{base}"], "x.safetensors", "keys are not understood"),
+        (["{user}"], "x.bin", "expected a file name that ends in .safetensors"),
+        (["{user}"], "{user}", "is an input"),
+        (["{user}"], "{base}", "is an input"),
+        (["{user}"], "there.safetensors", "exists already"),
+    ],
+    ids=str,
+)
+def test_fuse_refuses_before_it_writes(refused, files, tmp_path, monkeypatch, given, out, told):
+    monkeypatch.chdir(tmp_path)
+    Path("there.safetensors").touch()
+    names = {"user": files.adapters["user"], "base": files.base}
+    given = [argument.format(**names) for argument in given]
+    assert told in refused("fuse", files.base, *given, "-o", out.format(**names))
+    assert [path.name for path in tmp_path.iterdir()] == ["there.safetensors"]
+
+
+def test_walk_streams_each_action_once(run, on_files):
+    options = ("walk", "ti2vid_two_stage", *on_files)
+    first = run(*options, "--json")
+    assert first.code == 0
+    lines = [json.loads(line) for line in first.out.splitlines()]
+    actions = [line["case"]["action"] for line in lines]
+    assert actions == ["load", "rebind", "rebind", "load", "rebind"]
+    assert {line["case"]["bench"] for line in lines} == {"stream"}
+    by_state = {(line["case"]["state"], line["check"].split(";")[0]) for line in lines}
+    assert len(by_state) == 2  # each state has one digest, wherever it was met
+    assert "5 of 5 records were in" in run(*options).err
+
+
+@pytest.mark.parametrize(
+    ("strategy", "told"),
+    [
+        ("snapshot", "restore 'host_snapshot' needs weights that stay in memory"),
+        ("subtract", "restore 'subtract' needs weights that stay in memory"),
+        ("both_fixes,kernel=reference", "kernel 'reference' can't be streamed"),
+        ("both_fix", "did you mean 'both_fixes'?"),
+    ],
+)
+def test_walk_refuses_before_it_writes(refused, tmp_path, monkeypatch, strategy, told):
+    monkeypatch.chdir(tmp_path)
+    assert told in refused("walk", "ti2vid_two_stage", "--strategy", strategy, "--size", "tiny")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bench_fuse_measures_the_whole_its_parts_and_a_copy(run, files, tmp_path):
+    options = ("--base", files.base, "--adapter", f"distilled={files.adapters['distilled']}")
+    scratch, out = tmp_path / "scratch", tmp_path / "records.jsonl"
+    ended = run("bench", "fuse", *options, "--rounds", 2, "--scratch", scratch, "--out", out)
+    assert ended.code == 0
+    found = {r.case["contender"]: r for r in records.read(out)}
+    assert list(found) == ["read and write", "read and fuse", "fuse to a file", "cp"]
+    assert {len(r.seconds) for r in found.values()} == {2}
+    assert found["fuse to a file"].counted["flops"] == found["read and fuse"].counted["flops"] > 0
+    assert list(scratch.iterdir()) == []
 
 
 # Text for people
