@@ -11,6 +11,7 @@ import errno
 import fcntl
 import mmap
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -107,6 +108,7 @@ class Writer:
 
     def __init__(self, path: Path, at: int = 0) -> None:
         self._carry = aligned_memory(BLOCK)
+        self._syncing = ThreadPoolExecutor(1, "sync")
         self.at = at
         """Bytes given so far."""
         self._fd = _open(path, os.O_RDWR | os.O_CREAT | (0 if at else os.O_TRUNC))
@@ -133,11 +135,18 @@ class Writer:
         memoryview(self._carry)[: len(rest)] = rest
         self.at += len(memory) - held
 
-    def sync(self) -> None:
-        """Return when all bytes given are on the disk."""
+    def begin_sync(self) -> Future[None]:
+        """Begin to put all bytes given on the disk; give a future that ends when they are.
+
+        More may be written meanwhile: waiting for a disk's own cache takes it half a second.
+        """
         if held := self.at % BLOCK:
             self._write_all(memoryview(self._carry), self.at - held)
-        os.fsync(self._fd)
+        return self._syncing.submit(os.fsync, self._fd)
+
+    def sync(self) -> None:
+        """Return when all bytes given are on the disk."""
+        self.begin_sync().result()
 
     def _write_all(self, memory: memoryview, at: int) -> None:
         while memory:
@@ -164,6 +173,7 @@ class Writer:
                 os.ftruncate(self._fd, self.at)
                 os.fsync(self._fd)
         finally:
+            self._syncing.shutdown()
             os.close(self._fd)
 
 

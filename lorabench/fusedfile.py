@@ -267,14 +267,16 @@ def _write(
             with Writer(folder / file.name, at) as writer:
                 if not at:
                     writer.write(_in_memory(file.header))
-                synced = writer.at
+                synced, syncing = writer.at, None
                 for number in range(max(file.first, begun), file.end):
                     segment, memory = next(passed)
                     writer.write(memory[segment.base_memory].numpy().data)
-                    if writer.at - synced >= sync_bytes and number + 1 < file.end:
-                        writer.sync()
-                        synced = writer.at
-                        yield number + 1
+                    if syncing and syncing[1].done():
+                        syncing[1].result()
+                        yield syncing[0]
+                        syncing = None
+                    if not syncing and writer.at - synced >= sync_bytes and number + 1 < file.end:
+                        synced, syncing = writer.at, (number + 1, writer.begin_sync())
             yield file.end
         next(passed, None)
 
