@@ -1,6 +1,6 @@
 """A pass over a base's file, laid out before it is read: what is in memory together, and where.
 
-A **segment** is a run of the base's bytes with the factors that its weights need, 64 MiB or so.
+A **segment** is a run of the base's bytes with the factors that its weights need, 32 MiB or so.
 Within it the unit is the **tile**: the rows of a weight that
 :func:`lorabench.kernels.gemm.fuse_gemm` multiplies at a time, so that weights fused tile by tile
 come out of the same products as whole ones, and have the same bits.
@@ -22,7 +22,7 @@ from lorabench.header import Entry
 from lorabench.kernels.gemm import tile_rows
 from lorabench.recipe import State
 
-SEGMENT_BYTES = 64 << 20
+SEGMENT_BYTES = 32 << 20
 
 
 class Read(NamedTuple):

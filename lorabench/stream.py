@@ -1,8 +1,8 @@
 """Segments of a base passed through memory: read, fused and given on, all three at once.
 
-Four segments are in memory, whatever the model's size: being read, being fused, and one
-being given on. One thread reads; the others fuse tiles, each with its own scratch memory and its
-own share of torch's threads; the caller takes the segments in order.
+A dozen segments are in memory, whatever the model's size: being read, waiting, being fused, waiting,
+and one being given on. One thread reads; the others fuse tiles, each with its own scratch memory
+and its own share of torch's threads; the caller takes the segments in order.
 """
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from lorabench.fuse import Pair, Term
 from lorabench.kernels import Kernel, Scratch, get_kernel
 from lorabench.segments import Rows, Segment, Tile
 
-BUFFERS = 4
+BUFFERS = 12  # so that a disk that hesitates stops neither reader nor workers
 MAX_WORKERS = 4  # each holds some 130 MB of scratch at LTX-2.5's width
 
 STREAMED_KERNELS = ("gemm", "scalar")
