@@ -1,8 +1,8 @@
 """Segments of a base passed through memory: read, fused and given on, all three at once.
 
-A dozen segments are in memory, whatever the model's size: being read, waiting, being fused, waiting,
-and one being given on. One thread reads; the others fuse tiles, each with its own scratch memory
-and its own share of torch's threads; the caller takes the segments in order.
+A dozen segments are in memory, whatever the model's size: being read, waiting, being fused,
+waiting again, and one being given on. One thread reads; the others fuse tiles, each with its own
+scratch memory and its own share of torch's threads; the caller takes the segments in order.
 """
 
 from collections.abc import Generator, Iterator, Mapping, Sequence

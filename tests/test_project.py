@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from lorabench import records
+from lorabench.derive import first_tenth, hours
 from lorabench.geometry import load_geometry
 
 ROOT = Path(__file__).parent.parent
@@ -134,19 +135,59 @@ def test_the_committed_records_can_be_read_and_were_checked():
     assert {r.environment["machine"] for r in found} == {f.name for f in RECORDS.iterdir()}
 
 
-def test_the_readmes_figures_are_those_of_the_committed_records():
-    frame = records.to_frame(records.read(RECORDS / "amd-epyc-2c-avx2"))
-    rate = frame[frame.bench == "kernels"].set_index("contender").gflops_per_s
-    fuses = frame[(frame.action == "rebind") & (frame.before == "base")]
-    hours = 2 * load_geometry("ltx-2.5-22b").counts().macs / rate / 3600e9
-    wrong = frame.wrong_share.max()
+def frame_of(name):
+    return records.to_frame(records.read(RECORDS / "amd-epyc-2c-avx2" / f"{name}.jsonl"))
+
+
+def assert_told(*figures):
     told = (ROOT / "README.md").read_text("utf-8")
-    for figure in (
+    assert not [figure for figure in figures if figure not in told]
+
+
+def test_the_readmes_figures_are_those_of_the_committed_report():
+    frame = frame_of("report")
+    rate = frame[frame.bench == "kernels"].set_index("contender").gflops_per_s
+    fuses = frame[(frame.bench == "walk") & (frame.action == "rebind") & (frame.before == "base")]
+    loops = [
+        r
+        for r in records.read(RECORDS / "amd-epyc-2c-avx2" / "report.jsonl")
+        if r.case["bench"] == "loop"
+    ]
+    [whole] = [first_tenth(r) for r in loops if r.case["budget_seconds"] is None]
+    [window] = [r for r in loops if r.case["budget_seconds"] is not None]
+    flops = 2 * load_geometry("ltx-2.5-22b").counts().macs
+    h = hours(flops, window.counted["flops"] / window.seconds[0], whole.error)
+    assert_told(
         f"| {rate['scalar']:.2f} GFLOP/s, one thread | {rate['gemm']:.1f} GFLOP/s "
         f"(**{rate['gemm'] / rate['scalar']:.0f}x**)",
         f"{fuses.median_s.median():.1f} s, measured",
-        f"| {hours['scalar']:.1f} h | {60 * hours['gemm']:.1f} min |",
+        f"| {h.expected:.1f} h, between {h.low:.1f} and {h.high:.1f}: extrapolated",
+        f"an error of {whole.error:+.1%}",
         f"runs at {rate['ltx_core']:.2f} GFLOP/s",
-        f"{wrong:.1%} of the touched weights wrong",
-    ):
-        assert figure in told, figure
+        f"{frame.wrong_share.max():.1%} of the touched weights wrong",
+    )
+
+
+def test_the_readmes_figures_are_those_of_the_completed_sequences():
+    frame = frame_of("full-depth")
+    assert set(frame.blocks) == {48}
+    took = frame.set_index(["strategy", "action", "state"]).median_s
+    fast, both = took["fast_kernel"], took["both_fixes"]
+    load, unfuse = fast["load", "distilled@1"], fast["rebind", "base"]
+    assert_told(
+        f"| {both['rebind', 'distilled@1']:.1f} s, completed, read from the disk |",
+        f"| load | {load:.1f}, fused | {both['load', 'base']:.1f} |",
+        f"| un-fuse for phase 0 | {unfuse:.1f} | none |",
+        f"| **{load + unfuse:.1f}** | **{both['load', 'base']:.1f}** |",
+        f"| {fast['rebind', 'distilled@1']:.1f} | {both['rebind', 'distilled@1']:.1f} |",
+    )
+
+
+def test_the_readmes_ratios_are_those_of_the_committed_fuse():
+    frame = frame_of("fuse").set_index("contender")
+    ratio = frame.median_s["fuse to a file"] / frame.median_s
+    assert_told(
+        f"**{ratio['read and fuse']:.2f} times** reading",
+        f"{ratio['read and write']:.2f} times reading and writing",
+        f"{ratio['cp']:.2f} times `cp`",
+    )
