@@ -43,6 +43,18 @@ Adapters = Annotated[
         help="An adapter's role, and its file if --base is given.",
     ),
 ]
+RecipeName = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A shipped recipe's name or alias, or a path.")
+]
+Strategies = Annotated[
+    list[str],
+    typer.Option(
+        "--strategy",
+        metavar="STRATEGY",
+        help="A preset, field=value, or both, separated by commas; repeatable.",
+    ),
+]
+Renders = Annotated[int, typer.Option(metavar="N", min=1, help="How many renders.")]
 OnDevice = Annotated[Device, typer.Option("--device", help="Where the weights live.")]
 Scratch = Annotated[Path, typer.Option(metavar="FOLDER", help="Where sample weights are kept.")]
 Out = Annotated[Path, typer.Option(metavar="FILE", help="The file that records are added to.")]
@@ -140,18 +152,9 @@ def loop(
 
 @bench.command()
 def walk(
-    recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="A shipped recipe's name or alias, or a path.")
-    ],
-    strategies: Annotated[
-        list[str],
-        typer.Option(
-            "--strategy",
-            metavar="STRATEGY",
-            help="A preset, field=value, or both, separated by commas; repeatable.",
-        ),
-    ] = ["as_written", "both_fixes"],  # noqa: B006
-    renders: Annotated[int, typer.Option(metavar="N", min=1, help="How many renders.")] = 1,
+    recipe: RecipeName,
+    strategies: Strategies = ["as_written", "both_fixes"],  # noqa: B006
+    renders: Renders = 1,
     size: Size = None,
     base: Base = None,
     adapters: Adapters = None,

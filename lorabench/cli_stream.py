@@ -16,8 +16,11 @@ from lorabench.cli_bench import (
     Device,
     Json,
     Out,
+    RecipeName,
+    Renders,
     Scratch,
     Size,
+    Strategies,
     measure,
     walk_cases,
 )
@@ -79,18 +82,9 @@ def fuse(
 
 
 def walk(
-    recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="A shipped recipe's name or alias, or a path.")
-    ],
-    strategies: Annotated[
-        list[str],
-        typer.Option(
-            "--strategy",
-            metavar="STRATEGY",
-            help="A preset, field=value, or both, separated by commas; repeatable.",
-        ),
-    ] = ["fast_kernel", "both_fixes"],  # noqa: B006
-    renders: Annotated[int, typer.Option(metavar="N", min=1, help="How many renders.")] = 1,
+    recipe: RecipeName,
+    strategies: Strategies = ["fast_kernel", "both_fixes"],  # noqa: B006
+    renders: Renders = 1,
     size: Size = None,
     base: Base = None,
     adapters: Adapters = None,
