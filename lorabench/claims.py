@@ -34,7 +34,8 @@ class Check:
     formula
         What gives the figure, in the claim's unit.
     within
-        How far from the claim the figure may be, as a share of the claim; 0 means equal.
+        How far from the claim the figure may be, as a share of the claim; 0 means equal. For a
+        measured figure, a factor of 1 + ``within`` either way.
     how
         What the formula means.
     reading, reading_formula
@@ -226,7 +227,13 @@ def _outcome(
     except ConfigError as error:
         raise ConfigError(f"claim '{claim.id}': {error}") from error
     off, band = figure - told, check.within * abs(told)
-    inside = off >= -band if claim.value is None else abs(off) <= band
+    if claim.value is None:
+        inside = off >= -band
+    elif check.kind == "measured" and check.within:
+        # On other hardware: a factor either way, not a difference.
+        inside = told / (1 + check.within) <= figure <= told * (1 + check.within)
+    else:
+        inside = abs(off) <= band
     return Outcome(
         check,
         machine,

@@ -32,7 +32,10 @@ def fuse(
     ],
     adapters: Annotated[
         list[str],
-        typer.Argument(metavar="ADAPTER[=STRENGTH]...", help="Files, in the order of fusing."),
+        typer.Argument(
+            metavar="ADAPTER[=STRENGTH]...",
+            help="Files, in the order of fusing; by default of strength 1.",
+        ),
     ],
     out: Annotated[
         Path,
@@ -45,7 +48,9 @@ def fuse(
     allow_unmatched: Annotated[
         bool, typer.Option("--allow-unmatched", help="Accept modules that the base lacks.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the file; never a folder.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON instead of text for people.")
     ] = False,

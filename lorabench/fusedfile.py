@@ -35,7 +35,7 @@ SYNC_BYTES = 1 << 30
 """Bytes between two entries of the journal: a broken run loses at most what it wrote since."""
 
 STATE_KEY = "lorabench.state"
-"""The metadata that says in which state a file's weights are."""
+"""The metadata key that says in which state a file's weights are."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def fuse_file(
     overwrite
         Replace a file that is there; a folder that holds something is never replaced.
     segment_bytes, sync_bytes
-        Bytes in memory together, and between two entries of the journal.
+        Bytes of one segment, of which some are in memory, and between two entries of the journal.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Another process of this machine, watched from outside: looking takes nothing from what it does.
+"""Another process of this machine, watched from outside: looking takes next to nothing from it.
 
 The observed process opens a window with `visible` and tells in it how far it is; the process that
 observes it samples with `Watch`. The two share a folder and the system's monotonic clock.
