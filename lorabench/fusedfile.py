@@ -158,6 +158,8 @@ def _check_output(
                 raise FileError(f"{out}: is an input; a file can't be fused into itself")
     if sharded or not overwrite:
         raise FileError(f"{out}: exists already; choose another name or ask to overwrite it")
+    if not out.is_file():
+        raise FileError(f"{out}: expected a file to overwrite, found a device or a link to nothing")
 
 
 class _New(NamedTuple):

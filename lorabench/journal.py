@@ -87,6 +87,7 @@ def journal_for(out: Path, task: str) -> Iterator[Journal]:
     """
     folder = out.with_name(f".{out.name}.partial")
     with told_of(out):
+        _check_ours(folder)
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / _LOCK).open("w") as lock:
             try:
@@ -109,6 +110,22 @@ def journal_for(out: Path, task: str) -> Iterator[Journal]:
                     shutil.rmtree(folder, ignore_errors=True)
                 raise
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_ours(folder: Path) -> None:
+    """Raise :class:`FileError` if something that isn't an earlier run's lies in the folder's place.
+
+    An earlier run's leavings may be cleared away; what somebody else put there may not.
+    """
+    if not os.path.lexists(folder):
+        return
+    if folder.is_symlink() or not folder.is_dir():
+        found = "a file, link or device"
+    elif any(folder.iterdir()) and not (folder / _LOCK).is_file():
+        found = "a folder with other things"
+    else:
+        return
+    raise FileError(f"{folder}: expected the folder of an earlier run, found {found}; remove it")
 
 
 @contextmanager

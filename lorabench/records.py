@@ -264,6 +264,8 @@ def read(path: Path) -> list[Record]:
     """
     if path.is_dir():
         return [record for file in sorted(path.rglob("*.jsonl")) for record in read(file)]
+    if os.path.lexists(path) and not path.is_file():  # a pipe would be waited for
+        raise FileError(f"{path}: expected a file or folder of records, found a device or pipe")
     try:
         *lines, last = path.read_bytes().split(b"\n")
     except OSError as error:

@@ -436,3 +436,9 @@ def test_a_file_that_ends_in_something_else_than_a_record_is_left_alone(tmp_path
     with pytest.raises(FileError, match="ends in something that is no record"):
         append(path, made())
     assert path.read_text() == "a note of mine"
+
+
+def test_a_pipe_in_place_of_records_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(FileError, match="expected a file or folder of records"):
+        read(tmp_path / "pipe")
