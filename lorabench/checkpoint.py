@@ -231,15 +231,23 @@ def replacing(path: Path, nbytes: int) -> Iterator[Path]:
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        check_room(path, nbytes)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield partial
-        partial.replace(path)
-    except OSError as error:
-        raise FileError(f"{path}: can't be written: {error.strerror or error}") from error
+        with told_of(path):
+            check_room(path, nbytes)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield partial
+            partial.replace(path)
     finally:
         with suppress(OSError):  # what can't be removed now was never made, or has been renamed
             partial.unlink()
+
+
+@contextmanager
+def told_of(out: Path) -> Iterator[None]:
+    """Tell what the system refuses as a :class:`FileError` about the file to be written."""
+    try:
+        yield
+    except OSError as error:
+        raise FileError(f"{out}: can't be written: {error.strerror or error}") from error
 
 
 def torch_dtype(dtype: str) -> "torch.dtype":
@@ -291,6 +299,11 @@ def _stat(path: Path, *, folder: bool = False) -> os.stat_result | None:
 def _stamp(path: Path) -> Stamp:
     status = _stat(path)
     assert status is not None
+    return stamp_of(status)
+
+
+def stamp_of(status: os.stat_result) -> Stamp:
+    """Return what tells a file from a later one of its name: size, change time and inode."""
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from lorabench.checkpoint import Stamp
+from lorabench.checkpoint import Stamp, stamp_of
 from lorabench.errors import FileError
 
 BLOCK = 4096
@@ -41,6 +41,13 @@ def aligned_memory(nbytes: int) -> mmap.mmap:
     return memory
 
 
+def in_blocks(data: bytes) -> memoryview:
+    """Copy bytes to memory that begins on a block."""
+    memory = memoryview(aligned_memory(len(data)))[: len(data)]
+    memory[:] = data
+    return memory
+
+
 class Reader:
     """A file opened for ranges of bytes, in any order and from one thread at a time.
 
@@ -56,8 +63,7 @@ class Reader:
             self._fd = _open(path, os.O_RDONLY)
         except OSError as error:
             raise FileError(f"{path}: can't be opened: {error.strerror}") from error
-        status = os.fstat(self._fd)
-        if (status.st_size, status.st_mtime_ns, status.st_ino) != stamp:
+        if stamp_of(os.fstat(self._fd)) != stamp:
             os.close(self._fd)
             raise FileError(f"{path}: changed since it was opened; open it again")
 

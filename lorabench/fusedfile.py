@@ -18,18 +18,17 @@ from typing import NamedTuple
 import torch
 
 from lorabench.adapter import Adapter, check_base
-from lorabench.checkpoint import Checkpoint, check_room
+from lorabench.checkpoint import Checkpoint, check_room, told_of
 from lorabench.cost import Work
-from lorabench.directio import BLOCK, Writer, aligned_memory
+from lorabench.directio import BLOCK, Writer, in_blocks
 from lorabench.errors import ConfigError, FileError
 from lorabench.header import encode_header
-from lorabench.journal import journal_for, told_of
+from lorabench.journal import journal_for
 from lorabench.kernels.gemm import TILE
 from lorabench.kernels.scratch import product_dtype
-from lorabench.progress import progress
 from lorabench.recipe import State, bound_state
 from lorabench.segments import SEGMENT_BYTES, Segment, lay_out
-from lorabench.stream import get_streamed_kernel, stream
+from lorabench.stream import get_streamed_kernel, shown
 
 SYNC_BYTES = 1 << 30
 """Bytes between two entries of the journal: a broken run loses at most what it wrote since."""
@@ -253,22 +252,15 @@ def _write(
     sync_bytes: int,
 ) -> Generator[int, None, None]:
     """Write the segments from ``begun`` on; yield how many are on the disk, whenever they are."""
-    left = segments[begun:]
-    with closing(stream(left, base, adapters, get_streamed_kernel("gemm"))) as streamed:
-        passed = progress(
-            streamed,
-            label=f"fuse {base.path.name}",
-            total=sum(segment.base_bytes for segment in left),
-            unit="B",
-            size=lambda item: item[0].base_bytes,
-        )
+    kernel, label = get_streamed_kernel("gemm"), f"fuse {base.path.name}"
+    with shown(segments[begun:], base, adapters, kernel, label) as passed:
         for file in files:
             if (at := file.written(segments, begun)) == file.nbytes:
                 continue
             (folder / file.name).parent.mkdir(parents=True, exist_ok=True)
             with Writer(folder / file.name, at) as writer:
                 if not at:
-                    writer.write(_in_memory(file.header))
+                    writer.write(in_blocks(file.header))
                 synced, syncing = writer.at, None
                 for number in range(max(file.first, begun), file.end):
                     segment, memory = next(passed)
@@ -281,12 +273,6 @@ def _write(
                         synced, syncing = writer.at, (number + 1, writer.begin_sync())
             yield file.end
         next(passed, None)
-
-
-def _in_memory(header: bytes) -> memoryview:
-    memory = memoryview(aligned_memory(len(header)))[: len(header)]
-    memory[:] = header
-    return memory
 
 
 def _publish(base: Checkpoint, new: Path, out: Path) -> None:

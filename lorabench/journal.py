@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lorabench.checkpoint import told_of
 from lorabench.errors import AdapterError, FileError
 
 _JOURNAL, _LOCK = "journal.json", "lock"
@@ -126,15 +127,6 @@ def _check_ours(folder: Path) -> None:
     else:
         return
     raise FileError(f"{folder}: expected the folder of an earlier run, found {found}; remove it")
-
-
-@contextmanager
-def told_of(out: Path) -> Iterator[None]:
-    """Tell what the system refuses as a :class:`FileError` about the file to be written."""
-    try:
-        yield
-    except OSError as error:
-        raise FileError(f"{out}: can't be written: {error.strerror or error}") from error
 
 
 def _save(path: Path, task: str, steps: int) -> None:

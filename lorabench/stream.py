@@ -7,7 +7,7 @@ scratch memory and its own share of torch's threads; the caller takes the segmen
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from queue import Queue
 from threading import Event, Thread, local
 
@@ -20,6 +20,7 @@ from lorabench.directio import Reader, aligned_memory
 from lorabench.errors import AdapterError, UnavailableError
 from lorabench.fuse import Pair, Term
 from lorabench.kernels import Kernel, Scratch, get_kernel
+from lorabench.progress import progress
 from lorabench.segments import Rows, Segment, Tile
 
 BUFFERS = 12  # so that a disk that hesitates stops neither reader nor workers
@@ -129,6 +130,25 @@ def stream(
             free.put(None)
             pool.shutdown(cancel_futures=True)
             reader.join()
+
+
+@contextmanager
+def shown(
+    segments: Sequence[Segment],
+    base: Checkpoint,
+    adapters: Mapping[str, Adapter],
+    kernel: Kernel | None,
+    label: str,
+) -> Iterator[Iterator[tuple[Segment, Tensor]]]:
+    """Give :func:`stream` with its progress shown under a label; it ends with the block."""
+    with closing(stream(segments, base, adapters, kernel)) as streamed:
+        yield progress(
+            streamed,
+            label=label,
+            total=sum(segment.base_bytes for segment in segments),
+            unit="B",
+            size=lambda item: item[0].base_bytes,
+        )
 
 
 def _fuse(tile: Tile, memory: Tensor, base: Checkpoint, kernel: Kernel, scratch: Scratch) -> None:

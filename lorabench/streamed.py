@@ -1,7 +1,6 @@
 """Weights too big for memory, passed through a plan's states one after another."""
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing
 from types import MappingProxyType
 
 from torch import Tensor
@@ -11,10 +10,9 @@ from lorabench.checkpoint import Checkpoint, torch_dtype
 from lorabench.cost import Work
 from lorabench.digest import BitSum, combine
 from lorabench.errors import UnavailableError, WeightsLostError
-from lorabench.progress import progress
 from lorabench.recipe import BASE, State, bound_state
 from lorabench.segments import Segment, lay_out
-from lorabench.stream import get_streamed_kernel, stream
+from lorabench.stream import get_streamed_kernel, shown
 
 
 def _ignore(name: str) -> None:
@@ -124,14 +122,8 @@ class StreamedWeights:
             self._sums[name] = BitSum(spec.shape, torch_dtype(spec.dtype))
             if not spec.nbytes:
                 after_weight(name)
-        with closing(stream(segments, self.base, self.adapters, self._kernel)) as streamed:
-            passed = progress(
-                streamed,
-                label=f"pass into {state}",
-                total=sum(segment.base_bytes for segment in segments),
-                unit="B",
-                size=lambda item: item[0].base_bytes,
-            )
+        label = f"pass into {state}"
+        with shown(segments, self.base, self.adapters, self._kernel, label) as passed:
             for segment, memory in passed:
                 self._take(segment, memory, after_weight)
         for inputs in (self.base, *(self.adapters[role].file for role in state)):

@@ -293,7 +293,9 @@ def _check_lines(check: Mapping[str, Any], *, share: bool) -> list[str]:
     if share and abs(check["difference"] or 0) > 1e-9:  # more than a float's rounding
         line += f" ({100 * check['difference']:+.3g} %)"
     if not check["inside"]:
-        line += f", not within {100 * check['within']:.3g} %" if check["within"] else ", not equal"
+        factor = f"a factor of {1 + check['within']:.3g}"
+        band = factor if check["kind"] == "measured" else f"{100 * check['within']:.3g} %"
+        line += f", not within {band}" if check["within"] else ", not equal"
     lines = [line, f"  {check['how']}"]
     if not check["formula"].isidentifier():
         lines.append(f"  {check['arithmetic']}")

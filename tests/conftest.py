@@ -17,6 +17,8 @@ from lorabench.synthetic import synthesize
 settings.register_profile("lorabench", deadline=None)
 settings.load_profile("lorabench")
 
+pytest_plugins = ["odd"]  # its fixtures: the awkward base, in a file and in shards
+
 ADAPTERS = ("user", "distilled", "detailing")
 
 

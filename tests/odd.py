@@ -239,3 +239,19 @@ def folder_bytes(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def sharded(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shards")
+    return model.on(write_shards(folder, model.base, odd_shards(model.base)))
+
+
+@pytest.fixture(params=["file", "shards"])
+def either(request, model, sharded):
+    return model if request.param == "file" else sharded

@@ -35,15 +35,17 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "segments": {
         "adapter", "checkpoint", "cost", "directio", "geometry", "header", "kernels", "recipe",
     },
-    "stream": {"adapter", "checkpoint", "directio", "fuse", "kernels", "segments"},
+    "stream": {
+        "adapter", "checkpoint", "directio", "fuse", "kernels", "progress", "segments",
+    },
     "streamed": {
-        "adapter", "checkpoint", "cost", "digest", "progress", "recipe", "segments", "stream",
+        "adapter", "checkpoint", "cost", "digest", "recipe", "segments", "stream",
     },
     "fusedfile": {
-        "adapter", "checkpoint", "cost", "directio", "header", "journal", "kernels", "progress",
-        "recipe", "segments", "stream",
+        "adapter", "checkpoint", "cost", "directio", "header", "journal", "kernels", "recipe",
+        "segments", "stream",
     },
-    "journal": set(),
+    "journal": {"checkpoint"},
     # around it
     "synthetic": {"geometry", "checkpoint", "machine", "progress"},
     "progress": set(),

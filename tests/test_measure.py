@@ -493,8 +493,9 @@ class TestAloneFromOtherParents:
         assert done.stdout == "True\n"
 
     def test_from_a_notebook(self, monkeypatch, tmp_path, surroundings):
-        nbclient = pytest.importorskip("nbclient")
-        nbformat = pytest.importorskip("nbformat")
+        import nbclient
+        import nbformat
+
         monkeypatch.setenv("PYTHONPATH", surroundings["PYTHONPATH"])
         monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
         cells = [

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ADAPTERS
-from odd import PREFIX, STATES, odd_shards, write_model, write_shards
+from odd import PREFIX, STATES
 
 from lorabench.cost import Work
 from lorabench.directio import BLOCK
@@ -15,22 +15,6 @@ from lorabench.recipe import BASE, State
 from lorabench.segments import lay_out
 
 LIMITS = [60, 4096, 20_000, 1 << 30]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def sharded(model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("shards")
-    return model.on(write_shards(folder, model.base, odd_shards(model.base)))
-
-
-@pytest.fixture(params=["file", "shards"])
-def either(request, model, sharded):
-    return model if request.param == "file" else sharded
 
 
 @pytest.fixture(params=[700, gemm.TILE])

@@ -16,7 +16,6 @@ from odd import (
     nothing_left,
     odd_shards,
     write_adapter,
-    write_model,
     write_raw,
     write_shards,
 )
@@ -46,11 +45,6 @@ from lorabench.streamed import StreamedWeights
 def _no_deadlock():
     with at_most(20):
         yield
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

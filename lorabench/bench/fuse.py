@@ -2,8 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
@@ -16,14 +15,13 @@ from lorabench.bench.cases import Case, Result, Subject
 from lorabench.check import CHECKED_ROWS, check_rows, weights_to_check
 from lorabench.checkpoint import Checkpoint, check_room
 from lorabench.cost import Work
-from lorabench.directio import Writer, aligned_memory
+from lorabench.directio import Writer, in_blocks
 from lorabench.errors import CheckError, ConfigError, UnavailableError
 from lorabench.fusedfile import fuse_file
 from lorabench.measure import Observation, Observer, Samples
-from lorabench.progress import progress
 from lorabench.recipe import BASE, State
 from lorabench.segments import Segment, lay_out
-from lorabench.stream import get_streamed_kernel, stream
+from lorabench.stream import get_streamed_kernel, shown
 from lorabench.streamed import first_rows
 
 Rows = Mapping[str, Tensor]
@@ -71,7 +69,7 @@ def _fuse(subject: Subject, folder: Path, rounds: int) -> Sequence[Result]:
     parts = {
         "read and write": _Part(copy, BASE, moved),
         "read and fuse": _Part(
-            lambda: _pass(segments, base, adapters),
+            lambda: _pass(segments, base, adapters, names),
             state,
             {"bytes_read": work.file_bytes, "flops": work.flops},
         ),
@@ -120,34 +118,29 @@ def _copy(
     """Copy the base through the segments' memory; factors are read and dropped."""
     with base.path.open("rb") as file:
         header = file.read(segments[0].reads[0].begin)
-    first = memoryview(aligned_memory(len(header)))[: len(header)]
-    first[:] = header
-    with Writer(out) as writer, closing(stream(segments, base, adapters, None)) as streamed:
-        writer.write(first)
-        for segment, memory in _shown(streamed, segments, "read and write"):
+    with (
+        Writer(out) as writer,
+        shown(segments, base, adapters, None, "read and write") as passed,
+    ):
+        writer.write(in_blocks(header))
+        for segment, memory in passed:
             writer.write(memory[segment.base_memory].numpy().data)
 
 
 def _pass(
-    segments: Sequence[Segment], base: Checkpoint, adapters: Mapping[str, Adapter]
-) -> dict[str, Tensor]:
+    segments: Sequence[Segment],
+    base: Checkpoint,
+    adapters: Mapping[str, Adapter],
+    names: Iterable[str],
+) -> Rows:
     """Read and fuse; keep the rows to check."""
-    counts = dict.fromkeys(weights_to_check(adapters), CHECKED_ROWS)
+    counts = dict.fromkeys(names, CHECKED_ROWS)
     kept: dict[str, Tensor] = {}
     kernel = get_streamed_kernel("gemm")
-    with closing(stream(segments, base, adapters, kernel)) as streamed:
-        for segment, memory in _shown(streamed, segments, "read and fuse"):
+    with shown(segments, base, adapters, kernel, "read and fuse") as passed:
+        for segment, memory in passed:
             kept |= first_rows(segment, memory, counts)
     return kept
-
-
-def _shown(
-    streamed: Iterable[tuple[Segment, Tensor]], segments: Sequence[Segment], label: str
-) -> Iterator[tuple[Segment, Tensor]]:
-    total = sum(segment.base_bytes for segment in segments)
-    return progress(
-        streamed, label=label, total=total, unit="B", size=lambda item: item[0].base_bytes
-    )
 
 
 def _cp(source: Path, out: Path) -> None:
