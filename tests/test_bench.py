@@ -273,13 +273,13 @@ def test_a_pass_is_broken_off_after_its_budget(broken_off):
 
 def test_stacks_of_the_pass_are_in_the_loop(broken_off):
     stacks = broken_off.details["stacks"]
-    taken = sum(stack["samples"] for stack in stacks)
     loop_frame = "lorabench.kernels.scalar:fuse_scalar:"
     in_loop = [stack for stack in stacks if stack["frames"][0].startswith(loop_frame)]
-    assert taken >= 3
-    # Small weights come first in the file, and reading them is part of a pass.
-    assert sum(stack["samples"] for stack in in_loop) >= 0.9 * taken
+    assert sum(stack["samples"] for stack in in_loop) >= 3
+    # Small weights come first in the file, and reading them is part of a pass: how large a part
+    # depends on what else runs on the machine.
     assert stacks[0] in in_loop
+    assert all(any("lorabench.bench.loop" in f for f in s["frames"]) for s in stacks), stacks
 
 
 def test_one_thread_of_the_pass_is_busy(broken_off):
