@@ -2,25 +2,22 @@
 
 A kernel takes base bits ``weight [out, in]`` (bf16 or f32, contiguous), the terms of a state at
 that weight, and scratch memory; it leaves the fused bits in ``weight``. It allocates nothing but
-what the scratch doesn't have yet. ``reference`` is what the others are held against.
+what the scratch doesn't have yet. ``reference`` is what the others are held against. Those that
+compute a delta first also show it: see :class:`Tiles`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from lorabench.errors import UnavailableError
-from lorabench.fuse import Term, reference_fuse
-from lorabench.kernels.gemm import fuse_gemm
+from lorabench.errors import UnavailableError, did_you_mean
+from lorabench.fuse import RULES, Term, reference_deltas
+from lorabench.kernels.gemm import gemm_tiles
 from lorabench.kernels.scratch import Scratch
+from lorabench.kernels.tiles import Tiles
 
 Kernel = Callable[[Tensor, Sequence[Term], Scratch], None]
-
-
-def fuse_reference(weight: Tensor, terms: Sequence[Term], scratch: Scratch) -> None:
-    """Fuse by :func:`lorabench.fuse.reference_fuse`, allocating freely."""
-    weight.copy_(reference_fuse(weight, terms))
 
 
 def _fuse_scalar(weight: Tensor, terms: Sequence[Term], scratch: Scratch) -> None:
@@ -30,26 +27,64 @@ def _fuse_scalar(weight: Tensor, terms: Sequence[Term], scratch: Scratch) -> Non
     fuse_scalar(weight, terms, scratch)
 
 
-KERNELS: dict[str, Kernel] = {
-    "reference": fuse_reference,
-    "scalar": _fuse_scalar,
-    "gemm": fuse_gemm,
-}
+def _reference(terms: Sequence[Term], scratch: Scratch, rule: str) -> Iterator[Tensor]:
+    return iter(reference_deltas(terms, rule))
 
 
-def get_kernel(name: str, device: torch.device) -> Kernel:
-    """Return a kernel by name, for weights on a device.
+def _reference_tiles(rule: str) -> Tiles:
+    return Tiles(rule, _reference)
+
+
+_TILED: dict[str, Callable[[str], Tiles]] = {"reference": _reference_tiles, "gemm": gemm_tiles}
+
+KERNELS = ("reference", "scalar", "gemm")
+
+
+def get_kernel(name: str, device: torch.device, rule: str = "R1") -> Kernel:
+    """Return a kernel by name, for weights on a device and a rounding rule.
 
     Raises
     ------
     UnavailableError
-        No such kernel, or it doesn't run on that device.
+        No such kernel or rule, or the kernel doesn't have the rule or doesn't run on that device.
     """
     if name not in KERNELS:
-        raise UnavailableError(f"no kernel '{name}'; choose from {', '.join(KERNELS)}")
-    if name == "scalar" and device.type != "cpu":
+        raise UnavailableError(
+            f"no kernel '{name}'{did_you_mean(name, KERNELS)}; choose from {', '.join(KERNELS)}"
+        )
+    if name in _TILED:
+        return get_tiles(name, device, rule).fuse
+    if device.type != "cpu":
         raise UnavailableError(f"kernel 'scalar' is a CPU loop; it can't run on '{device}'")
-    return KERNELS[name]
+    if rule != "R1":
+        raise UnavailableError(f"kernel 'scalar' has rule R1 only, {rule} was asked for")
+    return _fuse_scalar
 
 
-__all__ = ["KERNELS", "Kernel", "Scratch", "fuse_reference", "get_kernel"]
+def get_tiles(name: str, device: torch.device, rule: str = "R1") -> Tiles:
+    """Return a kernel's tiles by its name: what it adds to a weight, before it is added.
+
+    Raises
+    ------
+    UnavailableError
+        No such rule, or a kernel that doesn't show its deltas.
+    """
+    if rule not in RULES:
+        raise UnavailableError(f"no rounding rule '{rule}'; choose from {', '.join(RULES)}")
+    if name not in _TILED:
+        raise UnavailableError(
+            f"kernel '{name}' doesn't show its deltas; choose from {', '.join(_TILED)}"
+        )
+    return _TILED[name](rule)
+
+
+def one_nan(weight: Tensor) -> None:
+    """Give every NaN the bits of the quiet one.
+
+    On a CPU torch's vector path rounds a NaN to other bits than its scalar path, and which element
+    is on which depends on the number of threads. For values that are known not to be finite.
+    """
+    weight.masked_fill_(weight.isnan(), float("nan"))
+
+
+__all__ = ["KERNELS", "Kernel", "Scratch", "Tiles", "get_kernel", "get_tiles", "one_nan"]

@@ -1,10 +1,24 @@
 """Working memory that passes share, so that a pass after the first allocates nothing."""
 
 import platform
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from math import prod
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+
+class Books(Protocol):
+    """What keeps account of where a pass's time goes: see :class:`lorabench.account.Account`."""
+
+    def book(self, operation: str, nbytes: int, flops: int) -> AbstractContextManager[object]:
+        """Return a block whose seconds are an operation's."""
+        ...
+
+
+_OFF = nullcontext()
 
 
 class Scratch:
@@ -15,6 +29,7 @@ class Scratch:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
+        self.account: Books | None = None
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -26,12 +41,23 @@ class Scratch:
             self._buffers[name, dtype] = buffer
         return buffer[:size].view(shape)
 
+    def span(
+        self, operation: str, nbytes: int = 0, flops: int = 0
+    ) -> AbstractContextManager[object]:
+        """Return a block that is booked as an operation, if account is kept; else an empty one.
+
+        Operations are read, copy, product, add, restore and write; ``nbytes`` counts what is read
+        from memory and what is written to it.
+        """
+        return _OFF if self.account is None else self.account.book(operation, nbytes, flops)
+
     @property
     def nbytes(self) -> int:
         """Bytes held."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
 
+@cache
 def product_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype in which B @ A is fastest on a device; the sums are f32 either way.
 
