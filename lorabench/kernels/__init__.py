@@ -6,7 +6,7 @@ what the scratch doesn't have yet. ``reference`` is what the others are held aga
 compute a delta first also show it: see :class:`Tiles`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,12 +27,8 @@ def _fuse_scalar(weight: Tensor, terms: Sequence[Term], scratch: Scratch) -> Non
     fuse_scalar(weight, terms, scratch)
 
 
-def _reference(terms: Sequence[Term], scratch: Scratch, rule: str) -> Iterator[Tensor]:
-    return iter(reference_deltas(terms, rule))
-
-
 def _reference_tiles(rule: str) -> Tiles:
-    return Tiles(rule, _reference)
+    return Tiles(rule, lambda terms, scratch: iter(reference_deltas(terms, rule)))
 
 
 _TILED: dict[str, Callable[[str], Tiles]] = {"reference": _reference_tiles, "gemm": gemm_tiles}

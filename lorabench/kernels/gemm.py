@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ MAX_ROWS = 1 << 13
 PANEL = 1 << 10
 """Columns of an f32 product: B's rows and a panel of A are then packed once and stay in cache."""
 
+PREPARED_BYTES = 64 << 20
+"""What the A of a weight's terms may take converted to f32; larger ones go panel by panel."""
+
 
 def tile_rows(in_: int) -> int:
     """Return the rows of a weight ``[out, in_]`` that go into one tile."""
@@ -29,109 +32,118 @@ def tile_rows(in_: int) -> int:
 def gemm_tiles(rule: str = "R1", product: torch.dtype | None = None) -> Tiles:
     """Return the tiles of the kernel ``gemm``, ``TILE`` elements each.
 
-    ``product`` is the dtype that rules with a bf16 product take it in: bf16 (summed in f32 by the
-    library) or f32 on the factors' widened bf16 values; by default the device's faster one.
+    ``product`` is the dtype that a product which is rounded at once is taken in: bf16 (summed in
+    f32 by the library) or f32 on the factors' widened bf16 values; by default the device's faster.
     """
-    return Tiles(rule, partial(_deltas, product=product), tile_rows)
+
+    def products(terms: Sequence[Term], scratch: Scratch) -> _Products:
+        dtype = product_dtype(scratch.device) if product is None else product
+        return _Products(rule, dtype, scratch, PREPARED_BYTES // len(terms))
+
+    def deltas(terms: Sequence[Term], scratch: Scratch) -> Iterator[Tensor]:
+        return _deltas(products(terms, scratch), terms)
+
+    def prepare(terms: Sequence[Term], scratch: Scratch) -> list[Term]:
+        return _prepare(products(terms, scratch), terms)
+
+    return Tiles(rule, deltas, tile_rows, prepare)
 
 
-def _deltas(
-    terms: Sequence[Term], scratch: Scratch, rule: str, product: torch.dtype | None
-) -> Iterator[Tensor]:
+def _deltas(products: "_Products", terms: Sequence[Term]) -> Iterator[Tensor]:
+    scratch, rule = products.scratch, products.rule
     shape = (len(terms[0].pair.b), terms[0].pair.a.shape[1])
-    dtype = product_dtype(scratch.device) if product is None else product
+    first, *further = terms
     if rule == "R4":
-        yield _sum_of_products(terms, scratch, shape)
+        total = products.scaled(first, scratch.take("total", shape, torch.float32))
+        for term in further:
+            total.add_(products.scaled(term, scratch.take("sum", shape, torch.float32)))
+        yield total
         return
     delta = scratch.take("delta", shape, torch.bfloat16)
     if rule == "R1":
-        first, *further = terms
-        b = _rounded(first.pair.b, scratch, "b")
+        b = products.converted(first.pair.b, "b", torch.bfloat16)
         scaled = scratch.take("scaled", tuple(b.shape), torch.bfloat16)
-        torch.mul(b, first.factor, out=scaled)
-        _rounded_product(scaled, first.pair.a, delta, scratch, dtype)
+        products.rounded(torch.mul(b, first.factor, out=scaled), first.pair.a, delta)
         for term in further:
-            total = _scaled_product(term, scratch, "sum", shape, rounded=True)
+            total = products.scaled(term, scratch.take("sum", shape, torch.float32))
             with scratch.span("add", nbytes=2 * total.nbytes + 2 * delta.nbytes):
                 delta.copy_(total.add_(delta))
         yield delta
         return
     for term in terms:
         if rule == "R2":
-            b = _rounded(term.pair.b, scratch, "b")
-            _rounded_product(b, term.pair.a, delta, scratch, dtype)
+            b = products.converted(term.pair.b, "b", torch.bfloat16)
+            products.rounded(b, term.pair.a, delta)
             delta.mul_(term.factor)
         else:
             assert rule == "R3", rule
-            delta.copy_(_scaled_product(term, scratch, "sum", shape))
+            delta.copy_(products.scaled(term, scratch.take("sum", shape, torch.float32)))
         yield delta
 
 
-def _sum_of_products(terms: Sequence[Term], scratch: Scratch, shape: tuple[int, int]) -> Tensor:
-    """Return Σ s·(B @ A) in f32."""
-    first, *further = terms
-    total = _scaled_product(first, scratch, "total", shape)
-    for term in further:
-        total.add_(_scaled_product(term, scratch, "sum", shape))
-    return total
+def _prepare(products: "_Products", terms: Sequence[Term]) -> list[Term]:
+    """Convert each A once for all tiles of a weight, unless it is too large to be kept."""
+    prepared = []
+    for i, term in enumerate(terms):
+        a = term.pair.a
+        if products.prepares(a):
+            rounded = products.rule == "R2" or (products.rule == "R1" and i == 0)
+            a = products.converted(a, f"a{i}", products.dtype if rounded else torch.float32)
+        prepared.append(term._replace(pair=term.pair._replace(a=a)))
+    return prepared
 
 
-def _rounded(factor: Tensor, scratch: Scratch, name: str) -> Tensor:
-    """Return a factor's bf16 values, in scratch where that takes a conversion."""
-    if factor.dtype == torch.bfloat16:
-        return factor
-    return scratch.take(name, tuple(factor.shape), torch.bfloat16).copy_(factor)
+class _Products(NamedTuple):
+    """Products of factors in scratch memory, as a rule has them."""
 
+    rule: str
+    dtype: torch.dtype  # of products that are rounded at once
+    scratch: Scratch
+    prepared_bytes: int  # that one A may take in f32
 
-def _widened(factor: Tensor, scratch: Scratch, name: str) -> Tensor:
-    """Return a factor's f32 values, gapless."""
-    if factor.dtype == torch.float32 and factor.is_contiguous():
-        return factor
-    with scratch.span("copy", nbytes=factor.nbytes + 4 * factor.numel()):
-        return scratch.take(name, tuple(factor.shape), torch.float32).copy_(factor)
+    def prepares(self, a: Tensor) -> bool:
+        """Return whether an A is converted once for all tiles of a weight."""
+        return 4 * a.numel() <= self.prepared_bytes
 
+    def rounded(self, b: Tensor, a: Tensor, delta: Tensor) -> None:
+        """Write rb(b @ a) of a bf16 ``b`` to ``delta``."""
+        if self.dtype == torch.bfloat16:
+            self._multiply(b, a, delta)
+            return
+        total = self.scratch.take("sum", tuple(delta.shape), torch.float32)
+        self._multiply(b, a, total)
+        with self.scratch.span("copy", nbytes=total.nbytes + delta.nbytes):
+            delta.copy_(total)
 
-def _rounded_product(
-    b: Tensor, a: Tensor, delta: Tensor, scratch: Scratch, dtype: torch.dtype
-) -> None:
-    """Write rb(b @ rb(a)) of a bf16 ``b`` to ``delta``."""
-    if dtype == torch.bfloat16:
-        a = _rounded(a, scratch, "a")
-        with _booked(b, a, delta, scratch), _f32_sums(delta.device):
-            torch.mm(b, a, out=delta)
-        return
-    total = scratch.take("sum", tuple(delta.shape), torch.float32)
-    _f32_product(b, a, total, scratch, rounded=True)
-    with scratch.span("copy", nbytes=total.nbytes + delta.nbytes):
-        delta.copy_(total)
+    def scaled(self, term: Term, total: Tensor) -> Tensor:
+        """Write s·(B @ A) to an f32 ``total``, and return it."""
+        self._multiply(term.pair.b, term.pair.a, total)
+        return total.mul_(term.factor)
 
+    def converted(self, factor: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+        """Return a factor in a dtype, by way of bf16 if the rule has it so."""
+        if self.rule in ("R1", "R2") and factor.dtype != torch.bfloat16:
+            rounded = self.scratch.take(f"{name}.rounded", tuple(factor.shape), torch.bfloat16)
+            factor = rounded.copy_(factor)
+        if factor.dtype == dtype:
+            return factor
+        with self.scratch.span("copy", nbytes=factor.nbytes + dtype.itemsize * factor.numel()):
+            return self.scratch.take(name, tuple(factor.shape), dtype).copy_(factor)
 
-def _scaled_product(
-    term: Term, scratch: Scratch, name: str, shape: tuple[int, int], rounded: bool = False
-) -> Tensor:
-    """Return s·(B @ A) in f32, of factors that are first rounded to bf16 if the rule has it so."""
-    total = scratch.take(name, shape, torch.float32)
-    b = _rounded(term.pair.b, scratch, "b") if rounded else term.pair.b
-    _f32_product(b, term.pair.a, total, scratch, rounded)
-    return total.mul_(term.factor)
-
-
-def _f32_product(b: Tensor, a: Tensor, total: Tensor, scratch: Scratch, rounded: bool) -> None:
-    """Write b @ a to ``total [rows, in]``, a panel of columns at a time."""
-    wide_b = _widened(b, scratch, "wide_b")
-    for left in range(0, a.shape[1], PANEL):
-        panel = a[:, left : left + PANEL]
-        if rounded:
-            panel = _rounded(panel, scratch, "a")
-        wide_a = _widened(panel, scratch, "wide_a")
-        part = total[:, left : left + PANEL]
-        with _booked(wide_b, wide_a, part, scratch), _f32_sums(total.device):
-            torch.mm(wide_b, wide_a, out=part)
-
-
-def _booked(b: Tensor, a: Tensor, product: Tensor, scratch: Scratch):
-    flops = 2 * product.numel() * len(a)
-    return scratch.span("product", nbytes=b.nbytes + a.nbytes + product.nbytes, flops=flops)
+    def _multiply(self, b: Tensor, a: Tensor, product: Tensor) -> None:
+        """Write b @ a to ``product [rows, in]`` in its dtype, in panels where that is faster."""
+        b = self.converted(b, "wide_b", product.dtype)
+        in_ = a.shape[1]
+        width = in_ if a.dtype == product.dtype == torch.bfloat16 else PANEL
+        for left in range(0, in_, width):
+            panel = a[:, left : left + width]
+            if not self.prepares(a):
+                panel = self.converted(panel, "panel", product.dtype)
+            part = product[:, left : left + width]
+            nbytes = b.nbytes + panel.nbytes + part.nbytes
+            flops = 2 * part.numel() * len(a)
+            with self.scratch.span("product", nbytes, flops), _f32_sums(part.device):
+                torch.mm(b, panel, out=part)
 
 
 @contextmanager

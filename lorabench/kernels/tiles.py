@@ -9,7 +9,12 @@ from torch import Tensor
 from lorabench.fuse import Term
 from lorabench.kernels.scratch import Scratch
 
-Deltas = Callable[[Sequence[Term], Scratch, str], Iterator[Tensor]]
+Deltas = Callable[[Sequence[Term], Scratch], Iterator[Tensor]]
+Prepare = Callable[[Sequence[Term], Scratch], Sequence[Term]]
+
+
+def _as_they_are(terms: Sequence[Term], scratch: Scratch) -> Sequence[Term]:
+    return terms
 
 
 @dataclass(frozen=True)
@@ -25,11 +30,14 @@ class Tiles:
         another; each is in scratch memory, and gone when the next is asked for.
     rows
         The rows of a tile of a weight that is ``in`` wide; None makes a weight one tile.
+    prepare
+        What is done once to the terms of a weight, so that no tile has to do it again.
     """
 
     rule: str
     deltas: Deltas
     rows: Callable[[int], int] | None = None
+    prepare: Prepare = _as_they_are
 
     def __call__(
         self, weight: Tensor, terms: Sequence[Term], scratch: Scratch
@@ -42,12 +50,13 @@ class Tiles:
             return
         out, in_ = weight.shape
         step = out if self.rows is None else self.rows(in_)
+        terms = self.prepare(terms, scratch)
         for top in range(0, out, step):
             mine = [
                 Term(pair._replace(b=pair.b[top : top + step]), strength)
                 for pair, strength in terms
             ]
-            yield weight[top : top + step], self.deltas(mine, scratch, self.rule)
+            yield weight[top : top + step], self.deltas(mine, scratch)
 
     def add(self, tile: Tensor, delta: Tensor, scratch: Scratch) -> None:
         """Write rb(tile + delta) to ``tile``; an f32 tile is rounded to bf16 by R1 only."""
