@@ -66,7 +66,9 @@ def _pairs(adapter: Adapter, names: Container[str]) -> dict[str, Pair]:
     return replace(adapter, pairs=mine).load()
 
 
-def compare(fused: Tensor, base: Tensor, terms: Sequence[Term], where: str) -> float:
+def compare(
+    fused: Tensor, base: Tensor, terms: Sequence[Term], where: str, rule: str = "R1"
+) -> float:
     """Return the share of values of ``fused [out, in]`` that differ from the reference's.
 
     Raises
@@ -74,7 +76,7 @@ def compare(fused: Tensor, base: Tensor, terms: Sequence[Term], where: str) -> f
     CheckError
         One differs by more than its summation error can explain.
     """
-    expected = reference_fuse(base, terms)
+    expected = reference_fuse(base, terms, rule)
     bound = torch.zeros(base.shape)
     for pair, strength in terms:
         rank = pair.a.shape[0]

@@ -1,66 +1,26 @@
 """The commands ``lorabench bench``: measure cases, record them, and say what was recorded."""
 
-import importlib.util
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from enum import StrEnum
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from lorabench.errors import ConfigError, UnavailableError, did_you_mean
-
-if TYPE_CHECKING:
-    from lorabench.arguments import Binding
-    from lorabench.bench import Case, Subject
-    from lorabench.records import Record
-
-
-class Device(StrEnum):
-    """Where weights may live."""
-
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-Size = Annotated[
-    str | None,
-    typer.Option(
-        metavar="tiny|small|laptop|full",
-        help="Measure on sample weights of LTX-2.5 in this size; tiny, if there is no --base.",
-    ),
-]
-Base = Annotated[
-    Path | None, typer.Option(metavar="PATH", help="Measure on this checkpoint instead.")
-]
-Adapters = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--adapter",
-        metavar="ROLE[=PATH]",
-        help="An adapter's role, and its file if --base is given.",
-    ),
-]
-RecipeName = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A shipped recipe's name or alias, or a path.")
-]
-Strategies = Annotated[
-    list[str],
-    typer.Option(
-        "--strategy",
-        metavar="STRATEGY",
-        help="A preset, field=value, or both, separated by commas; repeatable.",
-    ),
-]
-Renders = Annotated[int, typer.Option(metavar="N", min=1, help="How many renders.")]
-OnDevice = Annotated[Device, typer.Option("--device", help="Where the weights live.")]
-Scratch = Annotated[Path, typer.Option(metavar="FOLDER", help="Where sample weights are kept.")]
-Out = Annotated[Path, typer.Option(metavar="FILE", help="The file that records are added to.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the records as JSON lines.")]
-
-IN_SCRATCH, RECORDS = Path("scratch"), Path("scratch/records.jsonl")
+from lorabench.cli_options import (
+    IN_SCRATCH,
+    RECORDS,
+    Adapters,
+    Base,
+    Device,
+    Json,
+    OnDevice,
+    Out,
+    RecipeName,
+    Renders,
+    Scratch,
+    Size,
+    Strategies,
+)
+from lorabench.cli_subject import find_contenders, find_subject, measure, one_binding, walk_cases
+from lorabench.errors import ConfigError
 
 bench = typer.Typer(
     help="Measure: each case runs in a process of its own, and what it computed is checked.",
@@ -92,11 +52,11 @@ def kernels(
     as_json: Json = False,
 ) -> None:
     """Time kernels in turn on the weight shape that has most of a pass's work."""
-    from lorabench.bench import kernels_case
+    from lorabench.bench import CONTENDERS, kernels_case
 
-    role, bindings = _one_binding(adapters)
-    chosen = _contenders(contenders, device)
-    subject = _subject(size, base, bindings, device, scratch, out)
+    role, bindings = one_binding(adapters)
+    chosen = find_contenders(contenders, CONTENDERS, (), device)
+    subject = find_subject(size, base, bindings, device, scratch, out)
     measure([kernels_case(subject, role, chosen, budget)], out, as_json)
 
 
@@ -136,8 +96,8 @@ def loop(
         raise ConfigError(f"--whole and --budget {budget:g}: give one of the two")
     if device != Device.cpu:
         raise ConfigError(f"--device {device}: the scalar loop runs on the CPU only")
-    role, bindings = _one_binding(adapters)
-    subject = _subject(size, base, bindings, device, scratch, out)
+    role, bindings = one_binding(adapters)
+    subject = find_subject(size, base, bindings, device, scratch, out)
     seconds = None if whole else 20.0 if budget is None else budget
     [record] = measure([loop_case(subject, role, seconds, widen)], out, as_json)
     if whole:
@@ -183,144 +143,154 @@ def fuse_command(
     from lorabench.bench import fuse_case
 
     bindings = parse_bindings(adapters or ["distilled"])
-    subject = _subject(size, base, bindings, Device.cpu, scratch, out, held=False)
+    subject = find_subject(size, base, bindings, Device.cpu, scratch, out, held=False)
     measure([fuse_case(subject, scratch, rounds)], out, as_json)
 
 
-def walk_cases(
-    recipe: str,
-    strategies: Sequence[str],
-    renders: int,
-    size: str | None,
-    base: Path | None,
-    adapters: Sequence[str] | None,
-    device: Device,
-    scratch: Path,
-    out: Path,
-    *,
-    streamed: bool = False,
-) -> "list[Case]":
-    """Make the cases of a recipe's walks; what can't be meant or done is refused first."""
+@bench.command()
+def peers(
+    contenders: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--contender",
+            metavar="NAME",
+            help="A kernel or a peer; repeatable. The others are compared with the first.",
+        ),
+    ] = None,
+    threads: Annotated[
+        list[int], typer.Option(metavar="N", min=1, help="Torch's threads; repeatable.")
+    ] = [1, 2],  # noqa: B006
+    budget: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=0.01, help="The most for a pass; else a sample of it."),
+    ] = 60.0,
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Passes of each, in turn.")] = 3,
+    size: Size = None,
+    base: Base = None,
+    adapters: Adapters = None,
+    device: OnDevice = Device.cpu,
+    scratch: Scratch = IN_SCRATCH,
+    out: Out = RECORDS,
+    as_json: Json = False,
+) -> None:
+    """Time passes by our kernel, ltx-core, PEFT and plain loops in turn, first and later ones."""
+    from lorabench.bench import PASS_CONTENDERS, peers_case
+    from lorabench.peers import PEERS
+
+    role, bindings = one_binding(adapters)
+    chosen = find_contenders(contenders, PASS_CONTENDERS, PEERS, device)
+    subject = find_subject(size, base, bindings, device, scratch, out)
+    cases = [peers_case(subject, role, chosen, n, budget, rounds) for n in threads]
+    measure(cases, out, as_json)
+
+
+@bench.command()
+def rules(
+    strengths: Annotated[
+        list[float] | None,
+        typer.Option("--strength", metavar="S", help="Repeatable; by default 1, 0.8, 0.25 and -1."),
+    ] = None,
+    ratios: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--ratio",
+            metavar="R",
+            help="Delta's spread over the weight's; repeatable; by default five from 0.01 to 1.",
+        ),
+    ] = None,
+    side: Annotated[int, typer.Option(metavar="N", min=1, help="Of the square weight.")] = 1024,
+    out: Out = RECORDS,
+    as_json: Json = False,
+) -> None:
+    """Count how the rounding rules' bits differ on one input, and hold peers to theirs."""
+    from lorabench.arguments import check_records_file
+    from lorabench.bench import RULE_RATIOS, RULE_STRENGTHS, rules_case
+
+    case = rules_case(strengths or RULE_STRENGTHS, ratios or RULE_RATIOS, side)
+    check_records_file(out)
+    measure([case], out, as_json)
+
+
+@bench.command()
+def restores(
+    names: Annotated[
+        list[str] | None,
+        typer.Option("--restore", metavar="NAME", help="Repeatable; all that the device has."),
+    ] = None,
+    strengths: Annotated[
+        list[float], typer.Option("--strength", metavar="S", help="Of the adapters; repeatable.")
+    ] = [1.0],  # noqa: B006
+    repetitions: Annotated[int, typer.Option(metavar="N", min=1, help="How many rounds.")] = 5,
+    size: Size = None,
+    base: Base = None,
+    adapters: Adapters = None,
+    device: OnDevice = Device.cpu,
+    scratch: Scratch = IN_SCRATCH,
+    out: Out = RECORDS,
+    as_json: Json = False,
+) -> None:
+    """Time fuse, rebind and unfuse under each restore, and weigh what it keeps."""
     import torch
 
     from lorabench.arguments import parse_bindings
-    from lorabench.bench import walk_case
-    from lorabench.kernels import get_kernel
-    from lorabench.plan import parse_strategy
-    from lorabench.recipe import load_recipe
+    from lorabench.bench import restores_case, restores_on
     from lorabench.restore import check_restore
-    from lorabench.streamed import check_streamed
-
-    wanted = load_recipe(recipe)
-    parsed = {name: parse_strategy(name) for name in strategies}
-    required = [role.name for role in wanted.roles if role.required]
-    bindings = parse_bindings(adapters or required)
-    wanted.bind(dict.fromkeys(bindings, 1.0))  # a mistake shows before weights are written
-    for how in parsed.values():
-        if streamed:
-            check_streamed(how.kernel, how.restore)
-        else:
-            check_restore(how.restore, torch.device(device.value))
-            get_kernel(how.kernel, torch.device(device.value))
-    subject = _subject(size, base, bindings, device, scratch, out, held=not streamed)
-    return [
-        walk_case(subject, wanted, how, name, renders, streamed=streamed)
-        for name, how in parsed.items()
-    ]
-
-
-def _one_binding(adapters: Sequence[str] | None) -> "tuple[str, dict[str, Binding]]":
-    from lorabench.arguments import parse_bindings
 
     bindings = parse_bindings(adapters or ["distilled"])
-    if len(bindings) != 1:
-        raise ConfigError(f"--adapter: expected one, found {', '.join(bindings)}; measure in turn")
-    return next(iter(bindings)), bindings
+    chosen = names or restores_on(device.value)
+    for name in chosen:
+        check_restore(name, torch.device(device.value))
+    subject = find_subject(size, base, bindings, device, scratch, out)
+    cases = [
+        restores_case(subject, name, strength, repetitions)
+        for name in chosen
+        for strength in strengths
+    ]
+    measure(cases, out, as_json)
 
 
-def _subject(
-    size: str | None,
-    base: Path | None,
-    bindings: "Mapping[str, Binding]",
-    device: Device,
-    scratch: Path,
-    out: Path,
-    *,
-    held: bool = True,
-) -> "Subject":
-    """Find or write the weights to measure on; what can't be meant is refused before that.
+@bench.command()
+def drift(
+    cycles: Annotated[int, typer.Option(metavar="N", min=1, help="Of fuse and unfuse.")] = 1000,
+    steps: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Of training the adapter of a real base.")
+    ] = 10,
+    out: Out = RECORDS,
+    as_json: Json = False,
+) -> None:
+    """Follow what subtraction does to weights over many cycles, ours and PEFT's."""
+    from lorabench.arguments import check_records_file
+    from lorabench.bench import drift_case
 
-    ``held`` says that they will be held in memory, and so have to fit.
-    """
+    check_records_file(out)
+    measure([drift_case(cycles, training_steps=steps)], out, as_json)
+
+
+@bench.command()
+def load(
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="How often, in turn.")] = 5,
+    cold: Annotated[
+        bool, typer.Option("--cold", help="Take the base out of the page cache before each load.")
+    ] = False,
+    restore: Annotated[
+        str, typer.Option(metavar="NAME", help="What the loads keep on the way.")
+    ] = "reread",
+    size: Size = None,
+    base: Base = None,
+    adapters: Adapters = None,
+    device: OnDevice = Device.cpu,
+    scratch: Scratch = IN_SCRATCH,
+    out: Out = RECORDS,
+    as_json: Json = False,
+) -> None:
+    """Time a load into a state beside a plain load and a pass, in turn."""
     import torch
 
-    from lorabench.arguments import check_records_file, check_size
-    from lorabench.bench import Subject
-    from lorabench.synthetic import sample_weights
+    from lorabench.arguments import parse_bindings
+    from lorabench.bench import load_case
+    from lorabench.restore import check_restore
 
-    if device == Device.cuda and not torch.cuda.is_available():
-        raise UnavailableError(f"--device cuda: torch {torch.__version__} finds no CUDA GPU")
-    if base is not None and size is not None:
-        raise ConfigError(f"--base {base} and --size {size}: give one of the two")
-    for role, binding in bindings.items():
-        if binding.strength != 1:
-            raise ConfigError(
-                f"--adapter {role}: a strength is for the command plan; adapters are measured at 1"
-            )
-        if base is not None and binding.path is None:
-            raise ConfigError(f"--adapter {role}: with --base, expected role=path")
-        if base is None and binding.path is not None:
-            raise ConfigError(f"--adapter {role}={binding.path}: a path needs --base")
-    if base is not None:
-        paths = {role: b.path for role, b in bindings.items() if b.path is not None}
-        subject = Subject(base, paths, device.value)
-        subject.open()
-        check_records_file(out)
-        return subject
-    check_size(size := size or "tiny")
-    check_records_file(out)
-    files = sample_weights(scratch, size, list(bindings), held=held)
-    return Subject(files.base, files.adapters, device.value)
-
-
-def _contenders(asked: Sequence[str] | None, device: Device) -> Sequence[str]:
-    """Check the contenders asked for; without any, take those that run here."""
-    from lorabench.bench import CONTENDERS
-    from lorabench.kernels import KERNELS
-
-    known = dict.fromkeys((*CONTENDERS, *KERNELS))
-    for name in asked or ():
-        if name not in known:
-            raise ConfigError(
-                f"--contender {name}{did_you_mean(name, known)}: choose from {', '.join(known)}"
-            )
-    if asked:
-        return asked
-    missing = [] if importlib.util.find_spec("ltx_core") else ["ltx_core"]
-    if device != Device.cpu:
-        missing.append("scalar")
-    if missing:
-        typer.echo(f"note: measured without {' and '.join(missing)}, not available here", err=True)
-    return [name for name in CONTENDERS if name not in missing]
-
-
-def measure(cases: Sequence["Case"], out: Path, as_json: bool) -> "Sequence[Record]":
-    """Measure cases and print what was recorded of them."""
-    from lorabench import records
-    from lorabench.bench import sweep
-    from lorabench.tables import records_text
-
-    held = records.read(out) if out.exists() else []
-    found = sweep(cases, out)
-    if repeated := sum(record in held for record in found):
-        typer.echo(
-            f"note: {repeated} of {len(found)} records were in {out} before and weren't measured "
-            f"again; give another --out for that",
-            err=True,
-        )
-    if as_json:
-        for record in found:
-            typer.echo(json.dumps({"schema": records.SCHEMA, **asdict(record)}, allow_nan=False))
-    else:
-        typer.echo(records_text(found))
-    return found
+    bindings = parse_bindings(adapters or ["distilled"])
+    check_restore(restore, torch.device(device.value))
+    subject = find_subject(size, base, bindings, device, scratch, out)
+    measure([load_case(subject, rounds, cold=cold, restore=restore)], out, as_json)

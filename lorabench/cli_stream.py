@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lorabench.cli_bench import (
+from lorabench.cli_options import (
     IN_SCRATCH,
     RECORDS,
     Adapters,
@@ -21,9 +21,8 @@ from lorabench.cli_bench import (
     Scratch,
     Size,
     Strategies,
-    measure,
-    walk_cases,
 )
+from lorabench.cli_subject import measure, walk_cases
 
 
 def fuse(
@@ -48,6 +47,10 @@ def fuse(
     allow_unmatched: Annotated[
         bool, typer.Option("--allow-unmatched", help="Accept modules that the base lacks.")
     ] = False,
+    rule: Annotated[
+        str,
+        typer.Option(metavar="R1|R2|R3|R4", help="How sums are rounded: R1 as LTX-2, R4 once."),
+    ] = "R1",
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the file; never a folder.")
     ] = False,
@@ -74,7 +77,7 @@ def fuse(
     }
     state = State({name: strength for name, (_, strength) in files.items()})
     start = perf_counter()
-    fused = fuse_file(opened, bound, state, out, overwrite=overwrite)
+    fused = fuse_file(opened, bound, state, out, rule=rule, overwrite=overwrite)
     fields = {
         "path": str(fused.path),
         "state": state.as_dict(),

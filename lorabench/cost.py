@@ -4,12 +4,28 @@
 a prediction and a run are compared number for number.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lorabench.geometry import Geometry, Target
 from lorabench.plan import Action, Denoise, Load
 from lorabench.recipe import State
+
+RESIDUAL_BITS = 0.65
+"""Bits that restore ``residual`` keeps of a bf16 weight where delta/weight std is 0.05.
+
+They grow with that ratio: 0.26 at 0.01, 0.98 at 0.1, 1.75 at 0.3, 3.0 at 1, and never above 16.
+"""
+
+# Of kernel `gemm`, which can't be imported without torch: a tile's elements and its rows at most,
+# the columns of an f32 product, and what an A is converted whole up to.
+_TILE, _ROWS, _PANEL, _PREPARED_BYTES = 1 << 23, 1 << 13, 1 << 10, 64 << 20
+
+_CODING_BYTES = 16
+"""What coding a residual takes for each element of a chunk, about as much where few are wrong."""
+
+_CHUNK = 1 << 20
+"""Elements that are coded together on a CPU."""
 
 Touches = Mapping[str, Sequence[Target]]
 """For each bound adapter, the weights that it touches and its rank there."""
@@ -24,7 +40,7 @@ class Work:
     file_bytes: int = 0
     """Read from files: base weights and adapter factors."""
     snapshot_bytes: int = 0
-    """Copied to or from a snapshot in memory."""
+    """Copied to or from a snapshot in memory, or into a new image."""
     fused_params: int = 0
     """Weights' elements that a delta was added to, each time counted."""
 
@@ -42,7 +58,41 @@ def touches_of(geometry: Geometry, roles: Iterable[str]) -> Touches:
     return dict.fromkeys(roles, geometry.targets)
 
 
-def predict_work(action: Action, touches: Touches, base_bytes: int, restore: str) -> Work:
+def predict_plan(
+    actions: Iterable[Action],
+    touches: Touches,
+    base_bytes: int,
+    restore: str,
+    *,
+    factor_bytes: int | None = None,
+) -> tuple[Work, ...]:
+    """Return what each action of a plan takes, one after another from the first load on.
+
+    Parameters are those of :func:`predict_work`.
+    """
+    works, imaged = [], set[State]()
+    for action in actions:
+        works.append(
+            predict_work(
+                action, touches, base_bytes, restore, factor_bytes=factor_bytes, imaged=imaged
+            )
+        )
+        if isinstance(action, Load):
+            imaged = {action.state}
+        elif not isinstance(action, Denoise):
+            imaged.add(action.after)
+    return tuple(works)
+
+
+def predict_work(
+    action: Action,
+    touches: Touches,
+    base_bytes: int,
+    restore: str,
+    *,
+    factor_bytes: int | None = None,
+    imaged: Collection[State] = (),
+) -> Work:
     """Return what an action takes under a way of restoring; a load is the first, factors included.
 
     Parameters
@@ -50,21 +100,75 @@ def predict_work(action: Action, touches: Touches, base_bytes: int, restore: str
     base_bytes
         Bytes of all of the base's tensors.
     restore
-        A value of :attr:`lorabench.plan.Strategy.restore`: ``reread``, ``host_snapshot``,
-        ``device_snapshot`` or ``subtract``.
+        A value of :attr:`lorabench.plan.Strategy.restore`.
+    factor_bytes
+        Bytes of all factors in their files; by default they are in bf16.
+    imaged
+        States that were there before, which matters to ``images`` alone: see `predict_plan`.
     """
     if isinstance(action, Denoise):
         return Work()
     if isinstance(action, Load):
-        return _load_work(action.state, touches, base_bytes, restore)
+        return _load_work(action.state, touches, base_bytes, restore, factor_bytes)
+    if restore == "images":
+        return Work() if action.after in imaged else _image_work(action.after, touches)
     return _unfuse_work(action.before, touches, restore) + _fuse_work(action.after, touches)
 
 
-def resident_bytes(touches: Touches, base_bytes: int, restore: str) -> int:
-    """Return the bytes that stay in memory: weights, factors (bf16) and what the restore keeps."""
-    factors = 2 * sum(target.adapter_params for ts in touches.values() for target in ts)
-    kept = _weight_bytes(touches, touches) if restore.endswith("_snapshot") else 0
-    return base_bytes + factors + kept
+def resident_bytes(
+    touches: Touches,
+    base_bytes: int,
+    restore: str,
+    states: Iterable[State] | None = None,
+    *,
+    factor_bytes: int | None = None,
+    residual_bits: float = RESIDUAL_BITS,
+    f32_products: bool = False,
+) -> int:
+    """Return the bytes in memory while weights go through states, under kernel ``gemm`` and R1.
+
+    They are the weights, the factors, scratch memory, and what the restore keeps. What a process
+    has anyway, its interpreter and libraries, isn't counted.
+
+    Parameters
+    ----------
+    base_bytes
+        Bytes of all of the base's tensors.
+    states
+        By default one in which every adapter is fused.
+    factor_bytes
+        Bytes of all factors as they are held; by default in bf16.
+    residual_bits
+        What ``residual`` keeps of a bf16 weight.
+    f32_products
+        Whether the device multiplies in f32: see :func:`lorabench.kernels.scratch.product_dtype`.
+    """
+    states = _states(states, touches)
+    if factor_bytes is None:
+        factor_bytes = _bf16_factor_bytes(touches)
+    scratch = _scratch_bytes(touches, restore, states, f32_products)
+    kept = kept_bytes(touches, restore, states, residual_bits)
+    return base_bytes + factor_bytes + scratch + kept
+
+
+def kept_bytes(
+    touches: Touches,
+    restore: str,
+    states: Iterable[State] | None = None,
+    residual_bits: float = RESIDUAL_BITS,
+) -> int:
+    """Return the most bytes that a restore keeps while weights go through states.
+
+    Parameters are those of :func:`resident_bytes`.
+    """
+    states = _states(states, touches)
+    if restore.endswith("_snapshot"):
+        return _weight_bytes(touches, touches)
+    if restore == "images":
+        return sum(_weight_bytes(state, touches) for state in {*states})
+    if restore == "residual":
+        return max((_residual_bytes(state, touches, residual_bits) for state in states), default=0)
+    return 0
 
 
 @dataclass(frozen=True)
@@ -110,18 +214,32 @@ class Prices:
         return seconds
 
 
-def _load_work(state: State, touches: Touches, base_bytes: int, restore: str) -> Work:
-    factors = 2 * sum(target.adapter_params for ts in touches.values() for target in ts)
-    kept = _weight_bytes(touches, touches) if restore.endswith("_snapshot") else 0
-    read = Work(file_bytes=base_bytes + factors, snapshot_bytes=kept)
+def _states(states: Iterable[State] | None, touches: Touches) -> list[State]:
+    return [State(dict.fromkeys(touches, 1.0))] if states is None else list(states)
+
+
+def _load_work(
+    state: State, touches: Touches, base_bytes: int, restore: str, factor_bytes: int | None
+) -> Work:
+    if factor_bytes is None:
+        factor_bytes = _bf16_factor_bytes(touches)
+    read = Work(file_bytes=base_bytes + factor_bytes)
+    if restore == "images":
+        return read + _image_work(state, touches)
+    if restore.endswith("_snapshot"):
+        read += Work(snapshot_bytes=_weight_bytes(touches, touches))
     return read + _fuse_work(state, touches)
 
 
 def _unfuse_work(state: State, touches: Touches, restore: str) -> Work:
-    if restore == "subtract":
+    if restore in ("subtract", "residual"):
         return _fuse_work(state, touches)
     nbytes = _weight_bytes(state, touches)
     return Work(file_bytes=nbytes) if restore == "reread" else Work(snapshot_bytes=nbytes)
+
+
+def _image_work(state: State, touches: Touches) -> Work:
+    return Work(snapshot_bytes=_weight_bytes(state, touches)) + _fuse_work(state, touches)
 
 
 def _fuse_work(state: State, touches: Touches) -> Work:
@@ -132,3 +250,52 @@ def _fuse_work(state: State, touches: Touches) -> Work:
 
 def _weight_bytes(roles: Iterable[str], touches: Touches) -> int:
     return sum({t.weight.name: t.weight.nbytes for r in roles for t in touches[r]}.values())
+
+
+def _bf16_factor_bytes(touches: Touches) -> int:
+    return 2 * sum(target.adapter_params for targets in touches.values() for target in targets)
+
+
+def _residual_bytes(state: State, touches: Touches, bits: float) -> int:
+    weights = {t.weight.name: t.weight for role in state for t in touches[role]}.values()
+    whole = sum(weight.nbytes for weight in weights if weight.dtype != "BF16")
+    coded = sum(weight.params for weight in weights if weight.dtype == "BF16")
+    return whole + round(coded * bits / 8)
+
+
+def _scratch_bytes(
+    touches: Touches, restore: str, states: Iterable[State], f32_products: bool
+) -> int:
+    """Return what kernel ``gemm`` takes by rule R1: of each buffer, the most that is asked for."""
+    buffers: dict[str, int] = {}
+
+    def ask(name: str, nbytes: int) -> None:
+        buffers[name] = max(buffers.get(name, 0), nbytes)
+
+    for state in states:
+        terms: dict[str, list[Target]] = {}
+        for target in (t for role in state for t in touches[role]):
+            terms.setdefault(target.weight.name, []).append(target)
+        for targets in terms.values():
+            weight = targets[0].weight
+            out, in_ = weight.shape
+            rows = max(1, min(out, _ROWS, _TILE // max(1, in_)))
+            tile = rows * in_
+            ask("delta", 2 * tile)
+            ask("scaled", 2 * rows * targets[0].rank)
+            if weight.dtype != "BF16":
+                ask("rounded", 2 * tile)
+                ask("wide", 4 * tile)
+            if len(targets) > 1:
+                ask("wide", 4 * tile)
+            if restore == "residual":
+                ask("base", (2 if weight.dtype == "BF16" else 4) * tile)
+                ask("coding", _CODING_BYTES * min(tile, _CHUNK))
+            for number, target in enumerate(targets[0 if f32_products else 1 :], not f32_products):
+                ask("sum", 4 * tile)
+                ask("wide b", 4 * rows * target.rank)
+                if (whole := 4 * target.rank * in_) <= _PREPARED_BYTES // len(targets):
+                    ask(f"wide a {number}", whole)
+                else:
+                    ask("panel", 4 * target.rank * min(in_, _PANEL))
+    return sum(buffers.values())

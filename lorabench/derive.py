@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 def prices(records: Iterable[Record], kernel: str, restore: str) -> Prices:
     """Take the parts' seconds from walks under a kernel and restore: the median of each part.
 
-    A fuse doesn't depend on the restore, so it is the median over all of the kernel's walks.
+    A fuse doesn't depend on the restore, so it is the median over all of the kernel's walks, but
+    for restores that keep something whenever they fuse.
 
     Raises
     ------
@@ -35,7 +36,10 @@ def prices(records: Iterable[Record], kernel: str, restore: str) -> Prices:
     def part(what: str, **fields: str) -> Parts:
         found = [r for r in walks if all(r.case.get(k) == v for k, v in fields.items())]
         if what == "fuse":
-            found = [r for r in found if r.case["state"] != "base"]
+            keeping = ("residual", "images")
+            found = [
+                r for r in found if r.case["state"] != "base" and r.case["restore"] not in keeping
+            ]
         if not found:
             raise ConfigError(
                 f"no measured {what} under kernel '{kernel}' and restore '{restore}'; run "

@@ -8,9 +8,9 @@ from typing import Any
 
 from lorabench.adapter import Adapter, implied_weights
 from lorabench.checkpoint import Checkpoint
-from lorabench.cost import predict_work, touches_of
+from lorabench.cost import predict_plan, touches_of
 from lorabench.geometry import Geometry, TensorSpec, from_tensors
-from lorabench.plan import PLANNED_RESTORES, Strategy, plan
+from lorabench.plan import Strategy, plan
 from lorabench.recipe import Recipe
 from lorabench.synthetic import Files
 
@@ -109,7 +109,7 @@ def describe_plan(
     renders: int,
     geometry: Geometry,
 ) -> dict[str, Any]:
-    """Return a plan's actions, and the work predicted for each: None where it can't be known.
+    """Return a plan's actions, and the work predicted for each.
 
     Parameters
     ----------
@@ -128,9 +128,7 @@ def describe_plan(
     touches = touches_of(geometry, [role.name for role in recipe.roles])
     base_bytes = sum(tensor.nbytes for tensor in geometry.tensors)
     actions = plan(recipe, strategy, renders)
-    work = None
-    if strategy.restore not in PLANNED_RESTORES:
-        work = [asdict(predict_work(a, touches, base_bytes, strategy.restore)) for a in actions]
+    works = predict_plan(actions, touches, base_bytes, strategy.restore)
     return {
         "recipe": recipe.name,
         "roles": {role.name: strengths.get(role.name, 1.0) for role in recipe.roles},
@@ -139,7 +137,7 @@ def describe_plan(
         "geometry": geometry.name,
         "rank": geometry.rank,
         "actions": [action.as_dict() for action in actions],
-        "work": work,
+        "work": [asdict(work) for work in works],
     }
 
 

@@ -1,10 +1,11 @@
 """Files read and written past the page cache, in aligned blocks, through memory of our own.
 
-A base is read once and its fused copy written once: caching either only pushes out what others
-need, and copying through the cache costs the CPU that the products want. With ``O_DIRECT`` a
-file's offsets, lengths and the memory must be multiples of a block, so a range is read with the
-rest of its first and last block around it, and a writer carries what doesn't fill a block to its
-next write. Where a file system has no direct I/O (older tmpfs), files go through the cache.
+A base that is streamed is read once and its fused copy written once: caching either only pushes out
+what others need, and copying through the cache costs the CPU that the products want. With
+``O_DIRECT`` a file's offsets, lengths and the memory must be multiples of a block, so a range is
+read with the rest of its first and last block around it, and a writer carries what doesn't fill a
+block to its next write. Where a file system has no direct I/O (older tmpfs), files go through the
+cache; so they do where a reader is asked to, for what will be read again.
 """
 
 import errno
@@ -51,21 +52,38 @@ def in_blocks(data: bytes) -> memoryview:
 class Reader:
     """A file opened for ranges of bytes, in any order and from one thread at a time.
 
+    Parameters
+    ----------
+    stamp
+        What the file was when its header was read.
+    cached
+        Go through the page cache, which takes memory of any alignment (see :meth:`fill`) and keeps
+        what was read for the next reader.
+
     Raises
     ------
     FileError
         The file can't be opened, or isn't the one that ``stamp`` was taken of.
     """
 
-    def __init__(self, path: Path, stamp: Stamp) -> None:
+    def __init__(self, path: Path, stamp: Stamp, *, cached: bool = False) -> None:
         self.path = path
+        self._stamp = stamp
+        self._cached = cached
         try:
-            self._fd = _open(path, os.O_RDONLY)
+            self._fd = os.open(path, os.O_RDONLY) if cached else _open(path, os.O_RDONLY)
         except OSError as error:
             raise FileError(f"{path}: can't be opened: {error.strerror}") from error
-        if stamp_of(os.fstat(self._fd)) != stamp:
+        try:
+            self.check_unchanged()
+        except BaseException:
             os.close(self._fd)
-            raise FileError(f"{path}: changed since it was opened; open it again")
+            raise
+
+    def check_unchanged(self) -> None:
+        """Raise :class:`FileError` if the file isn't, or no longer is, what the stamp was of."""
+        if stamp_of(os.fstat(self._fd)) != self._stamp:
+            raise FileError(f"{self.path}: changed since it was opened; open it again")
 
     def read(self, begin: int, end: int, memory: memoryview) -> None:
         """Read bytes ``[begin, end)`` and what shares their blocks to the start of ``memory``.
@@ -79,7 +97,20 @@ class Reader:
             The file ended early or can't be read.
         """
         at = begin - begin % BLOCK
-        left = memory[: round_up(end - at)]
+        self._read(at, end, memory[: round_up(end - at)])
+
+    def fill(self, begin: int, memory: memoryview) -> None:
+        """Fill memory that lies anywhere with the bytes from ``begin`` on, through the page cache.
+
+        Raises
+        ------
+        FileError
+            The file ended early or can't be read.
+        """
+        assert self._cached
+        self._read(begin, begin + len(memory), memory)
+
+    def _read(self, at: int, end: int, left: memoryview) -> None:
         while at < end:
             try:
                 count = os.preadv(self._fd, [left], at)

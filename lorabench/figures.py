@@ -18,6 +18,14 @@ COLOURS = {
     "fuse": "#d55e00",
     "hidden rebind": "#e69f00",
     "denoise": "#009e73",
+    "rebind": "#e69f00",
+    # of a pass's account
+    "read": "#7f8c9b",
+    "copy": "#56b4e9",
+    "product": "#d55e00",
+    "add": "#e69f00",
+    "write": "#009e73",
+    "other": "#cccccc",
 }
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 PATTERNS = {"measured": "", "derived": "/", "predicted": "."}
@@ -32,7 +40,7 @@ def rates(frame: pd.DataFrame) -> go.Figure:
         Columns ``contender``, ``gflops_per_s``, ``provenance``, ``machine``.
     """
     figure = go.Figure()
-    for (provenance,), rows in _groups(frame, "provenance"):
+    for (provenance,), rows in groups(frame, "provenance"):
         labels = [f"{value:.3g}" for value in rows.gflops_per_s]
         if provenance == "published":
             figure.add_scatter(
@@ -59,10 +67,10 @@ def rates(frame: pd.DataFrame) -> go.Figure:
                 customdata=rows.machine,
                 hovertemplate="%{x:.3g} GFLOP/s on %{customdata}<extra></extra>",
             )
-    figure.update_xaxes(title="GFLOP/s (log)", **_decades(frame.gflops_per_s))
+    figure.update_xaxes(title="GFLOP/s (log)", **decades(frame.gflops_per_s))
     figure.update_yaxes(autorange="reversed")
-    told = _tell("{contender} {gflops_per_s:.3g}", frame)
-    return _finish(figure, "Rate of B @ A by kernel", f"Bars of GFLOP/s on a log axis: {told}.")
+    told = tell("{contender} {gflops_per_s:.3g}", frame)
+    return finish(figure, "Rate of B @ A by kernel", f"Bars of GFLOP/s on a log axis: {told}.")
 
 
 def memory_growth(memory: pd.DataFrame, expected: pd.DataFrame) -> go.Figure:
@@ -92,7 +100,7 @@ def memory_growth(memory: pd.DataFrame, expected: pd.DataFrame) -> go.Figure:
         f"Two lines over {memory.seconds.max():.0f} s: measured growth ends at "
         f"{memory.mib.iloc[-1]:.0f} MiB, predicted growth at {expected.mib.iloc[-1]:.0f} MiB."
     )
-    return _finish(figure, "Memory grows as the loop widens weights to f32", alt)
+    return finish(figure, "Memory grows as the loop widens weights to f32", alt)
 
 
 def stacked_seconds(frame: pd.DataFrame, title: str, *, log: bool = False) -> go.Figure:
@@ -110,7 +118,7 @@ def stacked_seconds(frame: pd.DataFrame, title: str, *, log: bool = False) -> go
         frame = frame.assign(part="fuse")
     figure = go.Figure()
     named = set()
-    for (part, provenance), rows in _groups(frame, "part", "provenance"):
+    for (part, provenance), rows in groups(frame, "part", "provenance"):
         name = provenance if log else part
         figure.add_bar(
             y=rows.lane,
@@ -130,13 +138,13 @@ def stacked_seconds(frame: pd.DataFrame, title: str, *, log: bool = False) -> go
         )
         named.add(name)
     figure.update_layout(barmode="stack")
-    axis = _decades(frame.seconds) if log else {}
+    axis = decades(frame.seconds) if log else {}
     figure.update_xaxes(title="seconds (log)" if log else "seconds", **axis)
     lanes = list(dict.fromkeys(frame.lane))
     figure.update_yaxes(autorange="reversed", categoryorder="array", categoryarray=lanes)
     sums = frame.groupby("lane", sort=False).seconds.sum()
     told = "; ".join(f"{lane} {duration(s)}" for lane, s in sums.items())
-    return _finish(figure, title, f"Horizontal bars: {told}.", _height(len(lanes)))
+    return finish(figure, title, f"Horizontal bars: {told}.", height_of(len(lanes)))
 
 
 def timelines(frame: pd.DataFrame, title: str) -> go.Figure:
@@ -163,19 +171,19 @@ def timelines(frame: pd.DataFrame, title: str) -> go.Figure:
     for row, panel in enumerate(panels, start=1):
         of_panel = frame.loc[frame.panel == panel]
         size, unit = _unit((of_panel.start + of_panel.seconds).max())
-        for (recipe, part), rows in _groups(of_panel, "recipe", "part"):
+        for (recipe, part), rows in groups(of_panel, "recipe", "part"):
             owners.append(recipe)
             figure.add_trace(_timeline_trace(rows, part, size), row=row, col=1)
         figure.update_xaxes(title=unit, rangemode="tozero", row=row, col=1)
         figure.update_yaxes(categoryorder="array", categoryarray=lanes[panel][::-1], row=row, col=1)
-    _choose(figure, owners, recipes)
+    choose(figure, owners, recipes)
     figure.update_layout(barmode="overlay", bargap=0.4)
     ends = (frame.start + frame.seconds).groupby(
         [frame.recipe, frame.panel, frame.lane], sort=False
     )
     told = "; ".join(f"{', '.join(lane)}: {duration(s)}" for lane, s in ends.max().items())
     alt = f"Timelines of loads and rebinds by recipe, chosen from a menu. Totals: {told}."
-    return _finish(figure, title, alt, height)
+    return finish(figure, title, alt, height)
 
 
 def _timeline_trace(rows: pd.DataFrame, part: str, size: float) -> go.Bar | go.Scatter:
@@ -208,7 +216,7 @@ def _timeline_trace(rows: pd.DataFrame, part: str, size: float) -> go.Bar | go.S
     )
 
 
-def _choose(figure: go.Figure, owners: Sequence[str], choices: Sequence[str]) -> None:
+def choose(figure: go.Figure, owners: Sequence[str], choices: Sequence[str]) -> None:
     """Show the first choice's traces, each name once in the legend, and a menu for the others."""
     traces = cast("tuple[go.Bar | go.Scatter, ...]", figure.data)
     buttons = []
@@ -237,7 +245,7 @@ def cost_per_rebind(frame: pd.DataFrame, title: str) -> go.Figure:
     symbols = {"measured": "circle", "derived": "circle-open", "predicted": "circle-dot",
                "published": "diamond-open"}  # fmt: skip
     ways = list(dict.fromkeys(frame.way))
-    for (way, provenance), rows in _groups(frame, "way", "provenance"):
+    for (way, provenance), rows in groups(frame, "way", "provenance"):
         figure.add_scatter(
             x=rows.seconds,
             y=[
@@ -255,11 +263,11 @@ def cost_per_rebind(frame: pd.DataFrame, title: str) -> go.Figure:
             customdata=[duration(s) for s in rows.seconds],
             hovertemplate="%{y}: %{customdata}<extra>" + way + "</extra>",
         )
-    figure.update_xaxes(title="seconds a rebind (log)", **_decades(frame.seconds))
+    figure.update_xaxes(title="seconds a rebind (log)", **decades(frame.seconds))
     figure.update_yaxes(autorange="reversed")
-    told = _tell("{recipe} {rebind}, {way}: {took}", frame.assign(took=frame.seconds.map(duration)))
+    told = tell("{recipe} {rebind}, {way}: {took}", frame.assign(took=frame.seconds.map(duration)))
     lanes = frame[["recipe", "rebind"]].drop_duplicates()
-    return _finish(figure, title, f"Markers on a log axis: {told}.", 200 + 46 * len(lanes))
+    return finish(figure, title, f"Markers on a log axis: {told}.", 200 + 46 * len(lanes))
 
 
 def memory_bars(frame: pd.DataFrame) -> go.Figure:
@@ -289,16 +297,16 @@ def memory_bars(frame: pd.DataFrame) -> go.Figure:
     figure.update_layout(barmode="group")
     figure.update_xaxes(title="GB")
     figure.update_yaxes(autorange="reversed")
-    told = _tell("{lane} {measured_gb:.2f} GB, predicted {predicted_gb:.2f}", frame)
-    return _finish(figure, "Memory", f"Pairs of bars: {told}.", _height(2 * len(frame)))
+    told = tell("{lane} {measured_gb:.2f} GB, predicted {predicted_gb:.2f}", frame)
+    return finish(figure, "Memory", f"Pairs of bars: {told}.", height_of(2 * len(frame)))
 
 
-def _tell(form: str, frame: pd.DataFrame) -> str:
+def tell(form: str, frame: pd.DataFrame) -> str:
     """Say each row of a frame in words, for those who can't see the figure."""
     return "; ".join(form.format(**row) for row in frame.to_dict("records"))
 
 
-def _groups(frame: pd.DataFrame, *by: str) -> Iterator[tuple[tuple[str, ...], pd.DataFrame]]:
+def groups(frame: pd.DataFrame, *by: str) -> Iterator[tuple[tuple[str, ...], pd.DataFrame]]:
     """Give the rows of each combination of values, in the order in which they first come."""
     for values, rows in frame.groupby(list(by), sort=False):
         yield cast(tuple[str, ...], values), rows
@@ -316,7 +324,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / size:.3g} {unit}" if seconds else "no time"
 
 
-def _decades(values: Iterable[float]) -> dict[str, Any]:
+def decades(values: Iterable[float]) -> dict[str, Any]:
     """Return a log axis over whole decades, with room for a label at its end."""
     from math import ceil, floor, log10
 
@@ -325,11 +333,13 @@ def _decades(values: Iterable[float]) -> dict[str, Any]:
     return {"type": "log", "range": [low, high], "dtick": 1}
 
 
-def _height(lanes: int) -> int:
+def height_of(lanes: int) -> int:
+    """Return the height in pixels of a figure with so many bars above one another."""
     return 180 + 34 * max(5, lanes)
 
 
-def _finish(figure: go.Figure, title: str, alt: str, height: int = 450) -> go.Figure:
+def finish(figure: go.Figure, title: str, alt: str, height: int = 450) -> go.Figure:
+    """Give a figure what all have in common, and the text for those who can't see it."""
     figure.update_yaxes(ticklabelstandoff=6)
     figure.update_layout(
         title=title,

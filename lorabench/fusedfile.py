@@ -22,9 +22,11 @@ from lorabench.checkpoint import Checkpoint, check_room, told_of
 from lorabench.cost import Work
 from lorabench.directio import BLOCK, Writer, in_blocks
 from lorabench.errors import ConfigError, FileError
+from lorabench.fuse import RULES
 from lorabench.header import encode_header
 from lorabench.journal import journal_for
-from lorabench.kernels.gemm import TILE
+from lorabench.kernels import Kernel
+from lorabench.kernels.gemm import PANEL, TILE
 from lorabench.kernels.scratch import product_dtype
 from lorabench.recipe import State, bound_state
 from lorabench.segments import SEGMENT_BYTES, Segment, lay_out
@@ -63,6 +65,7 @@ def fuse_file(
     state: State,
     out: str | Path,
     *,
+    rule: str = "R1",
     overwrite: bool = False,
     segment_bytes: int = SEGMENT_BYTES,
     sync_bytes: int = SYNC_BYTES,
@@ -78,6 +81,8 @@ def fuse_file(
     out
         A file whose name ends in ``.safetensors``; for a base in shards a folder, which gets shards
         and an index of the same names.
+    rule
+        How sums are rounded: a name in :data:`lorabench.fuse.RULES`.
     overwrite
         Replace a file that is there; a folder that holds something is never replaced.
     segment_bytes, sync_bytes
@@ -88,6 +93,8 @@ def fuse_file(
     ConfigError
         The state is empty or names an adapter that isn't bound, the base is fused already, or
         ``out`` can't be what it is to become.
+    UnavailableError
+        There is no such rule.
     FileError
         ``out`` exists, is an input, or can't be written; an input changed or can't be read.
     AdapterError
@@ -97,10 +104,11 @@ def fuse_file(
     state = bound_state(state, adapters)
     used = {role: adapters[role] for role in state}
     out = Path(out)
+    kernel = get_streamed_kernel("gemm", rule)
     _check_inputs(base, state)
     _check_output(base, adapters, out, overwrite)
     segments = lay_out(base, used, state, limit=segment_bytes)
-    files = _new_files(base, used, state, out, segments)
+    files = _new_files(base, used, state, rule, out, segments)
     total = sum(file.nbytes for file in files)
     task = _task(base, used, files, segment_bytes)
     with journal_for(out, task) as journal:
@@ -109,7 +117,7 @@ def fuse_file(
             lambda done: all(file.is_held(journal.new, segments, done) for file in files),
         )
         check_room(out, total - journal.held_bytes)
-        written = _write(base, used, segments, files, journal.new, begun, sync_bytes)
+        written = _write(base, used, kernel, segments, files, journal.new, begun, sync_bytes)
         with closing(written):
             for number in written:
                 journal.save(number)
@@ -188,6 +196,7 @@ def _new_files(
     base: Checkpoint,
     adapters: Mapping[str, Adapter],
     state: State,
+    rule: str,
     out: Path,
     segments: Sequence[Segment],
 ) -> list[_New]:
@@ -201,7 +210,7 @@ def _new_files(
                 for role, adapter in adapters.items()
             ]
         ),
-        "lorabench.rule": "Lightricks/LTX-2 1.2.0, ltx_core/loader/fuse_loras.py",
+        "lorabench.rule": f"{rule}, that of {RULES[rule]}",
     }  # fmt: skip
     files = []
     first = 0
@@ -237,7 +246,7 @@ def _task(
 ) -> str:
     """Return a text that differs wherever the bytes to be written, or their division, may."""
     inputs = (base.identity, *(adapter.file.identity for adapter in adapters.values()))
-    how = (product_dtype(torch.device("cpu")), torch.__version__, TILE, segment_bytes)
+    how = (product_dtype(torch.device("cpu")), torch.__version__, TILE, PANEL, segment_bytes)
     told = repr((inputs, how, [file.header for file in files]))
     return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
 
@@ -245,6 +254,7 @@ def _task(
 def _write(
     base: Checkpoint,
     adapters: Mapping[str, Adapter],
+    kernel: Kernel,
     segments: Sequence[Segment],
     files: Sequence[_New],
     folder: Path,
@@ -252,7 +262,7 @@ def _write(
     sync_bytes: int,
 ) -> Generator[int, None, None]:
     """Write the segments from ``begun`` on; yield how many are on the disk, whenever they are."""
-    kernel, label = get_streamed_kernel("gemm"), f"fuse {base.path.name}"
+    label = f"fuse {base.path.name}"
     with shown(segments[begun:], base, adapters, kernel, label) as passed:
         for file in files:
             if (at := file.written(segments, begun)) == file.nbytes:

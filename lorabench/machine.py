@@ -14,7 +14,6 @@ from typing import Any
 
 def environment() -> dict[str, Any]:
     """Return the fingerprint of this machine and its software; no host name, user name or path."""
-    import psutil
     import torch
 
     cuda = torch.cuda.is_available()
@@ -23,7 +22,7 @@ def environment() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count(),
-        "memory_bytes": psutil.virtual_memory().total,
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "os": platform.system(),
         "kernel": platform.release(),
         "python": platform.python_version(),

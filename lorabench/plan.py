@@ -10,7 +10,7 @@ from lorabench.recipe import BASE, Recipe, State
 
 # The values each field of a strategy may have, the default first.
 STRATEGY_VALUES: dict[str, tuple[str, ...]] = {
-    "kernel": ("gemm", "scalar", "reference"),
+    "kernel": ("gemm", "triton", "scalar", "reference"),
     "load": ("first_phase", "all", "base"),
     "restore": (
         "reread",
@@ -23,10 +23,6 @@ STRATEGY_VALUES: dict[str, tuple[str, ...]] = {
     "leave": ("last_phase", "first_phase"),
     "order": ("render_major", "phase_major"),
 }
-
-
-PLANNED_RESTORES = ("residual", "images")
-"""Restores that a plan may name, but that nothing executes or predicts in this version."""
 
 
 @dataclass(frozen=True)

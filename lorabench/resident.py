@@ -1,22 +1,31 @@
 """Weights in memory, always in exactly one known adapter state."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import RLock
 from types import MappingProxyType
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from lorabench.adapter import Adapter, check_base
-from lorabench.checkpoint import Checkpoint, torch_dtype
-from lorabench.cost import Touches, Work, resident_bytes
+from lorabench.checkpoint import Checkpoint
+from lorabench.cost import Touches, Work, kept_bytes, resident_bytes
+from lorabench.devices import check_room, find_device
 from lorabench.digest import digest
-from lorabench.errors import AdapterError, ConfigError, UnavailableError, WeightsLostError
-from lorabench.fuse import Pair, Term
-from lorabench.kernels import Scratch, get_kernel
-from lorabench.machine import available_bytes
+from lorabench.errors import ConfigError, WeightsLostError
+from lorabench.fuse import Pair
+from lorabench.kernels import Scratch
+from lorabench.kernels.scratch import Books, product_dtype
+from lorabench.loading import arriving, base_reads, read_factors
 from lorabench.recipe import BASE, State, bound_state
 from lorabench.restore import make_restore
+from lorabench.sweep import Sweep
+
+R = TypeVar("R")
+
+_BF16_FACTORS = ("R1", "R2")
+"""Rules that round factors to bf16 before anything else."""
 
 
 def _ignore(name: str) -> None:
@@ -30,6 +39,10 @@ class ResidentWeights:
     don't depend on the states that came before. A rebind that fails leaves the old bits and the
     old state; where that can't be, every use raises :class:`WeightsLostError` until the next load.
 
+    Under restore ``images`` the base's weights stay as they are, and each state has the weights
+    that it touches in memory of its own, made when it is first asked for and kept until the next
+    load or :meth:`forget`. A rebind to a state that has an image writes nothing.
+
     Parameters
     ----------
     base
@@ -39,13 +52,15 @@ class ResidentWeights:
     kernel, restore
         How a pass is computed and how base bits come back; names as in
         :class:`lorabench.plan.Strategy`.
+    rule
+        The rounding rule, as in :data:`lorabench.fuse.RULES`.
     device
         Where the weights live.
 
     Raises
     ------
     UnavailableError
-        A kernel, restore or device that isn't available here.
+        A kernel, restore, rule or device that isn't available here.
     """
 
     def __init__(
@@ -55,19 +70,23 @@ class ResidentWeights:
         *,
         kernel: str = "gemm",
         restore: str = "reread",
+        rule: str = "R1",
         device: torch.device | str = "cpu",
     ) -> None:
-        self.device = _device(device)
+        self.device = find_device(device)
         self.base = base
         self.adapters = MappingProxyType(dict(adapters))
         check_base(base, self.adapters)
         self._lock = RLock()
         self._scratch = Scratch(self.device)
-        self._kernel = get_kernel(kernel, self.device)
+        self._rule = rule
         self._restore_name = restore
-        self._restore = make_restore(restore, base, self._kernel, self._scratch)
+        self._restore = make_restore(restore, base, kernel, self._scratch, rule)
+        self._imaged = restore == "images"
         self._tensors: dict[str, Tensor] = {}
         self._factors: dict[str, dict[str, Pair]] = {}
+        # What each state's adapters touch, where that has memory of its own.
+        self._images: dict[State, dict[str, Tensor]] = {}
         self._state: State | None = None
         self._lost = "nothing is loaded yet"
 
@@ -84,17 +103,58 @@ class ResidentWeights:
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """Every tensor by name. A rebind changes them in place, so views of them stay valid."""
-        _ = self.state
-        return MappingProxyType(self._tensors)
+        """Every tensor by name, in the state at hand.
+
+        A rebind changes tensors in place, so that views of them stay valid and show the new state.
+        Under restore ``images`` it changes none: what was taken from this mapping keeps the bits of
+        the state that it was taken in, and the new state's tensors are in the mapping asked for
+        anew.
+        """
+        image = self._images.get(self.state)
+        return MappingProxyType(self._tensors | image if image else self._tensors)
 
     @property
     def touches(self) -> Touches:
         """For each adapter, the weights that it touches and its rank there."""
         return {role: adapter.targets for role, adapter in self.adapters.items()}
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes held beside weights, factors and scratch memory, for changing the state."""
+        images = (w.nbytes for image in self._images.values() for w in image.values())
+        return self._restore.kept_bytes + sum(images)
+
+    @property
+    def exact(self) -> bool:
+        """Whether base bits come back one for one; a failed rebind can then be undone."""
+        return self._restore.exact
+
+    def predicted_bytes(self, states: Sequence[State]) -> int:
+        """Predict the memory that going through states takes: see `lorabench.cost`."""
+        rounded = self._rule in _BF16_FACTORS
+        return resident_bytes(
+            self.touches,
+            sum(spec.nbytes for spec in self.base.tensors),
+            self._restore_name,
+            states,
+            factor_bytes=None if rounded else sum(a.factor_bytes for a in self.adapters.values()),
+            f32_products=not rounded or product_dtype(self.device) == torch.float32,
+        )
+
+    @property
+    def account(self) -> Books | None:
+        """What books the operations of loads and rebinds from now on; by default nothing does."""
+        return self._scratch.account
+
+    @account.setter
+    def account(self, account: Books | None) -> None:
+        self._scratch.account = account
+
     def factors(self, role: str) -> Mapping[str, Pair]:
-        """Return an adapter's loaded pairs, by the names of the weights that they touch."""
+        """Return an adapter's loaded pairs, by the names of the weights that they touch.
+
+        They are in bf16 where that is what the rule rounds them to first.
+        """
         _ = self.state
         return MappingProxyType(self._factors[role])
 
@@ -117,34 +177,32 @@ class ResidentWeights:
         FileError, AdapterError
             A file can't be read, a factor isn't finite, or a fused weight overflows.
         """
-        return self._sweep(lambda: self._load(bound_state(state, self.adapters), after_weight))
+        return self._alone(lambda: self._load(bound_state(state, self.adapters), after_weight))
 
     def _load(self, state: State, after_weight: Callable[[str], None]) -> Work:
-        if not self._tensors:
-            self._check_fits()
+        self._check_fits(state)
         self.base.check_unchanged()
         self._state, self._lost = None, "a load is under way, or did not finish"
+        self._images.clear()
         work = Work()
+        dtype = torch.bfloat16 if self._rule in _BF16_FACTORS else None
         for role, adapter in self.adapters.items():
             if role not in self._factors:
-                self._factors[role] = adapter.load(self.device, after_weight)
-                work += Work(file_bytes=adapter.factor_bytes)
-        sums: dict[str, Tensor] = {}
-        touched = {name for factors in self._factors.values() for name in factors}
-        for name, entry in self.base.entries.items():
-            if name not in self._tensors:
-                self._tensors[name] = torch.empty(
-                    entry.spec.shape, dtype=torch_dtype(entry.spec.dtype), device=self.device
+                self._factors[role] = read_factors(
+                    adapter, self.device, dtype, self._scratch, after_weight
                 )
-            tensor = self._tensors[name]
-            self.base.read_into(name, tensor)
-            work += Work(file_bytes=tensor.nbytes)
-            if name in touched:
-                work += self._restore.keep(name, tensor)
-                work += self._fuse(name, state, sums)
-            after_weight(name)
-        self._check_finite(sums, state)
-        self._state = state
+                work += Work(file_bytes=adapter.factor_bytes)
+        touched = {*self._touched(self.adapters)}
+        sweep = self._sweep(state)
+        reads = base_reads(self.base, self._tensors, self.device)
+        with arriving(reads, self._scratch) as arrived:
+            for _, name, tensor in arrived:
+                work += Work(file_bytes=tensor.nbytes)
+                if name in touched:
+                    work += self._restore.keep(name, tensor)
+                    work += sweep.fuse(name)
+                after_weight(name)
+        self._finish(sweep)
         return work
 
     def rebind(self, state: State, after_weight: Callable[[str], None] = _ignore) -> Work:
@@ -154,11 +212,14 @@ class ResidentWeights:
         ----------
         after_weight
             Called with each weight's name when it is done; if it raises, the rebind is undone.
+            Under restore ``images`` that is each weight of an image that is made.
 
         Raises
         ------
         ConfigError
             The state names an adapter that isn't bound. Nothing has changed.
+        UnavailableError
+            There is no memory for a new image. Nothing has changed.
         FileError
             The base can't be read again. Nothing has changed, or everything is undone.
         AdapterError
@@ -166,27 +227,28 @@ class ResidentWeights:
         WeightsLostError
             The weights were lost before, or the rebind failed and couldn't be undone.
         """
-        return self._sweep(lambda: self._rebind(bound_state(state, self.adapters), after_weight))
+        return self._alone(lambda: self._rebind(bound_state(state, self.adapters), after_weight))
 
     def _rebind(self, state: State, after_weight: Callable[[str], None]) -> Work:
         before = self.state
         if state == before:
             return Work()
+        if self._imaged:
+            return self._show(state, after_weight)
         self._restore.check()
-        names = self._touched(before) | self._touched(state)
+        sweep = self._sweep(state)
+        touched = {*self._touched(before)}
         begun: list[str] = []
-        sums: dict[str, Tensor] = {}
         work = Work()
         try:
             self._state, self._lost = None, "a rebind is under way, or was broken off"
-            for name in (n for n in self.base.entries if n in names):
+            for name in self._touched([*before, *state]):
                 begun.append(name)
-                if terms := self._terms(name, before):
-                    work += self._restore.restore(name, self._tensors[name], terms)
-                work += self._fuse(name, state, sums)
+                if name in touched:
+                    work += sweep.unfuse(name, before)
+                work += sweep.fuse(name)
                 after_weight(name)
-            self._check_finite(sums, state)
-            self._state = state
+            self._finish(sweep)
         except BaseException as error:
             self._undo(begun, before, error)
             raise
@@ -201,48 +263,64 @@ class ResidentWeights:
             )
             return
         try:
+            sweep = self._sweep(before)
             for name in begun:
-                self._restore.restore(name, self._tensors[name], self._terms(name, before))
-                self._fuse(name, before, {})
+                sweep.unfuse(name, before)
+                sweep.fuse(name)
         except BaseException as error:
             self._lost = f"a rebind failed, and undoing it failed too ({error})"
             raise WeightsLostError(f"{self._lost}; call load()") from cause
         self._state = before
 
-    def _fuse(self, name: str, state: State, sums: dict[str, Tensor]) -> Work:
-        terms = self._terms(name, state)
-        if not terms:
-            return Work()
-        weight = self._tensors[name]
-        self._kernel(weight, terms, self._scratch)
-        # One read of a weight that is still in cache; a value that isn't finite makes the sum so.
-        sums[name] = weight.sum()
-        return Work(flops=sum(t.pair.flops for t in terms), fused_params=weight.numel())
+    def _show(self, state: State, after_weight: Callable[[str], None]) -> Work:
+        """Switch to a state's image, made now if there is none; nothing that is in use changes."""
+        work = Work()
+        if state not in self._images:
+            image_bytes = kept_bytes(self.touches, self._restore_name, [state])
+            check_room(f"{self.base.path}: the image of '{state}'", self.device, image_bytes)
+            sweep = self._sweep(state)
+            for name in self._touched(state):
+                work += sweep.fuse(name)
+                after_weight(name)
+            self._finish(sweep)
+        self._state = state
+        return work
 
-    def _check_finite(self, sums: Mapping[str, Tensor], state: State) -> None:
-        """Raise if fusing made a value infinite or NaN where the base's was finite."""
-        for name, total in sums.items():
-            if total.isfinite():
-                continue
-            was_finite = self.base.read(name).isfinite()
-            overflown = was_finite & ~self._tensors[name].cpu().isfinite()
-            if count := int(overflown.sum()):
-                raise AdapterError(
-                    f"{self.base.path}: weight '{name}': {count:,} values overflow in state "
-                    f"'{state}'; lower the strength, or check the adapter"
-                )
+    def _finish(self, sweep: Sweep) -> None:
+        """Take on the state that a sweep has come to."""
+        sweep.check_finite(self.base)
+        if sweep.image is not None:
+            self._images[sweep.state] = sweep.image
+        self._state = sweep.state
 
-    def _terms(self, name: str, state: State) -> list[Term]:
-        return [
-            Term(self._factors[role][name], strength)
-            for role, strength in state.items()
-            if name in self._factors[role]
-        ]
+    def forget(self, state: State) -> None:
+        """Drop a state's image; whoever took tensors from it keeps them as they are.
 
-    def _touched(self, state: State) -> set[str]:
-        return {name for role in state for name in self._factors[role]}
+        Raises
+        ------
+        ConfigError
+            The weights are in that state, or it has no image.
+        """
+        self._alone(lambda: self._forget(bound_state(state, self.adapters)))
 
-    def _sweep(self, sweep: Callable[[], Work]) -> Work:
+    def _forget(self, state: State) -> None:
+        if state not in self._images:
+            images = ", ".join(f"'{s}'" for s in self._images) or "none"
+            raise ConfigError(f"state '{state}' has no image to forget; those that have: {images}")
+        if state == self._state:
+            raise ConfigError(f"state '{state}' is in use; rebind to another before forgetting it")
+        del self._images[state]
+
+    def _sweep(self, state: State) -> Sweep:
+        image = {} if self._imaged else None
+        return Sweep(state, self._tensors, self._factors, self._restore, self._scratch, image)
+
+    def _touched(self, roles: Iterable[str]) -> list[str]:
+        """Name the weights that adapters touch, in the file's order."""
+        names = {pair.weight.name for role in roles for pair in self.adapters[role].pairs}
+        return [name for name in self.base.entries if name in names]
+
+    def _alone(self, change: Callable[[], R]) -> R:
         """Run a load or rebind alone: other threads wait, and a hook's own is refused."""
         # What a lock knows of its owner can't be left behind by a Ctrl-C, as a flag could.
         if self._lock._is_owned():  # pyright: ignore[reportAttributeAccessIssue]
@@ -251,37 +329,17 @@ class ResidentWeights:
                 "hook; wait for its end (nothing was changed by this call)"
             )
         with self._lock:
-            return sweep()
+            return change()
 
-    def _check_fits(self) -> None:
-        base_bytes = sum(spec.nbytes for spec in self.base.tensors)
-        need = resident_bytes(self.touches, base_bytes, self._restore_name)
-        have = _available_bytes(self.device)
-        if have is not None and need > have:
-            raise UnavailableError(
-                f"{self.base.path}: needs {need:,} bytes of memory on '{self.device}' with restore "
-                f"'{self._restore_name}', {have:,} are free; use fewer blocks or another restore"
-            )
-
-
-def _device(device: torch.device | str) -> torch.device:
-    """Return a device by its name, if there is one."""
-    try:
-        found = torch.device(device)
-    except RuntimeError:
-        found = None
-    if found is None or found.type not in ("cpu", "cuda"):
-        raise UnavailableError(f"device '{device}' is not supported; choose 'cpu' or 'cuda'")
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise UnavailableError(
-            f"device '{device}' was asked for, but torch {torch.__version__} finds "
-            f"{torch.cuda.device_count() or 'no'} CUDA GPU"
-        )
-    return found
-
-
-def _available_bytes(device: torch.device) -> int | None:
-    """Return free memory on a device; None where the system doesn't say."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return available_bytes()
+    def _check_fits(self, state: State) -> None:
+        """Raise unless there is memory for loading a state, beside what is held already."""
+        held = [*self._tensors.values()]
+        held += [factor for ps in self._factors.values() for p in ps.values() for factor in p[:2]]
+        held_bytes = sum(tensor.nbytes for tensor in held) + self._scratch.nbytes + self.kept_bytes
+        needs = {self.device: self.predicted_bytes([state]) - held_bytes}
+        if self._restore_name == "host_snapshot" and self.device.type != "cpu":
+            kept = kept_bytes(self.touches, self._restore_name, [state]) - self.kept_bytes
+            needs = {self.device: needs[self.device] - kept, torch.device("cpu"): kept}
+        for device, nbytes in needs.items():
+            what = f"{self.base.path}: state '{state}' with restore '{self._restore_name}'"
+            check_room(what, device, nbytes)

@@ -8,8 +8,9 @@ scratch memory and its own share of torch's threads; the caller takes the segmen
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from queue import Queue
-from threading import Event, Thread, local
+from itertools import cycle
+from pathlib import Path
+from threading import local
 
 import torch
 from torch import Tensor
@@ -19,8 +20,9 @@ from lorabench.checkpoint import Checkpoint, torch_dtype
 from lorabench.directio import Reader, aligned_memory
 from lorabench.errors import AdapterError, UnavailableError
 from lorabench.fuse import Pair, Term
-from lorabench.kernels import Kernel, Scratch, get_kernel
+from lorabench.kernels import Kernel, Scratch, get_kernel, one_nan
 from lorabench.progress import progress
+from lorabench.readahead import ahead
 from lorabench.segments import Rows, Segment, Tile
 
 BUFFERS = 12  # so that a disk that hesitates stops neither reader nor workers
@@ -30,15 +32,15 @@ STREAMED_KERNELS = ("gemm", "scalar")
 """Kernels that give a row the same bits in whichever tile; the reference wants weights whole."""
 
 
-def get_streamed_kernel(name: str) -> Kernel:
-    """Return a kernel by name, for tiles on the CPU.
+def get_streamed_kernel(name: str, rule: str = "R1") -> Kernel:
+    """Return a kernel by name, for tiles on the CPU and a rounding rule.
 
     Raises
     ------
     UnavailableError
-        No such kernel, or it can't be given tiles.
+        No such kernel or rule, or it can't be given tiles.
     """
-    kernel = get_kernel(name, torch.device("cpu"))
+    kernel = get_kernel(name, torch.device("cpu"), rule)
     if name not in STREAMED_KERNELS:
         raise UnavailableError(
             f"kernel '{name}' can't be streamed: it wants a weight whole; choose from "
@@ -75,32 +77,22 @@ def stream(
     stamps = dict(base.stamps)
     for adapter in adapters.values():
         stamps |= adapter.file.stamps
-    ended = Event()
-    free: Queue[Tensor | None] = Queue()
-    filled: Queue[tuple[Segment, Tensor, list[Future[None]]] | BaseException] = Queue()
     nbytes = max(segment.memory_bytes for segment in segments)
-    for _ in range(min(BUFFERS, len(segments))):
-        free.put(torch.frombuffer(aligned_memory(nbytes), dtype=torch.uint8))
+    count = min(BUFFERS, len(segments))
+    ring = [torch.frombuffer(aligned_memory(nbytes), dtype=torch.uint8) for _ in range(count)]
 
-    def read() -> None:
-        try:
-            with ExitStack() as stack:
-                readers = {}
-                for segment in segments:
-                    memory = free.get()
-                    if memory is None or ended.is_set():
-                        return
-                    view = memory.numpy().data
-                    for file, begin, end, at in segment.reads:
-                        if file not in readers:
-                            readers[file] = Reader(file, stamps[file])
-                            stack.callback(readers[file].close)
-                        readers[file].read(begin, end, view[at:])
-                    tiles = segment.tiles if kernel else ()
-                    fused = [pool.submit(fuse, tile, memory) for tile in tiles]
-                    filled.put((segment, memory, fused))
-        except BaseException as error:
-            filled.put(error)
+    def read() -> Generator[tuple[Segment, Tensor, list[Future[None]]], None, None]:
+        readers: dict[Path, Reader] = {}
+        with ExitStack() as stack:
+            for segment, memory in zip(segments, cycle(ring), strict=False):
+                view = memory.numpy().data
+                for file, begin, end, at in segment.reads:
+                    if file not in readers:
+                        readers[file] = Reader(file, stamps[file])
+                        stack.callback(readers[file].close)
+                    readers[file].read(begin, end, view[at:])
+                tiles = segment.tiles if kernel else ()
+                yield segment, memory, [pool.submit(fuse, tile, memory) for tile in tiles]
 
     scratch = local()
 
@@ -111,25 +103,16 @@ def stream(
         _fuse(tile, memory, base, kernel, scratch.mine)
 
     workers = min(MAX_WORKERS, torch.get_num_threads())
-    reader = Thread(target=read, name="reader", daemon=True)
     with _threads(torch.get_num_threads() // workers):
         pool = ThreadPoolExecutor(workers, "worker")
         try:
-            reader.start()
-            for _ in segments:
-                item = filled.get()
-                if isinstance(item, BaseException):
-                    raise item
-                segment, memory, fused = item
-                for tile in fused:
-                    tile.result()
-                yield segment, memory
-                free.put(memory)
+            with ahead(read(), count) as filled:
+                for segment, memory, fused in filled:
+                    for tile in fused:
+                        tile.result()
+                    yield segment, memory
         finally:
-            ended.set()
-            free.put(None)
             pool.shutdown(cancel_futures=True)
-            reader.join()
 
 
 @contextmanager
@@ -172,6 +155,7 @@ def _fuse(tile: Tile, memory: Tensor, base: Checkpoint, kernel: Kernel, scratch:
                 f"{base.path}: weight '{name}': {count:,} values overflow in rows {tile.top} to "
                 f"{tile.top + len(weight) - 1}; lower the strength, or check the adapter"
             )
+        one_nan(weight)
     if weight.data_ptr() not in _span(memory):  # fused in a copy, for being aligned
         at, nbytes = tile.weight.at, tile.weight.spec.nbytes
         memory[at : at + nbytes] = weight.reshape(-1).view(torch.uint8)

@@ -10,7 +10,7 @@ from lorabench.arithmetic import show
 from lorabench.claims import VERDICTS
 from lorabench.cost import Work
 from lorabench.measure import Samples
-from lorabench.plan import PLANNED_RESTORES, STRATEGY_VALUES
+from lorabench.plan import STRATEGY_VALUES
 from lorabench.recipe import State
 from lorabench.records import Record
 
@@ -99,9 +99,10 @@ def synth_text(fields: Mapping[str, Any], *, dry_run: bool) -> str:
 
 def plan_text(fields: Mapping[str, Any]) -> str:
     """Say what `describe_plan` found: a plan line by line, with the work of each action."""
-    actions, works = fields["actions"], fields["work"]
+    actions = fields["actions"]
+    works = [Work(**work) for work in fields["work"]]
     rows = []
-    for number, action in enumerate(actions):
+    for number, (action, work) in enumerate(zip(actions, works, strict=True)):
         rows.append(
             (
                 str(number),
@@ -111,7 +112,7 @@ def plan_text(fields: Mapping[str, Any]) -> str:
                 _state(State(action["from"])) if "from" in action else "",
                 _state(State(action["to"] if "to" in action else action["state"])),
                 "yes" if action["critical"] else "no",
-                *(_work_cells(Work(**works[number])) if works else ("?", "?", "?")),
+                *_work_cells(work),
             )
         )
     # titles of two lines, so that two states of two adapters each still fit the width
@@ -126,12 +127,11 @@ def plan_text(fields: Mapping[str, Any]) -> str:
         ("renders", str(fields["renders"]), ""),
         ("actions", _histogram(Counter(action["kind"] for action in actions)), ""),
     ]
-    if works:
-        total = sum((Work(**work) for work in works), Work())
-        read, copied = scaled(total.file_bytes, "B"), scaled(total.snapshot_bytes, "B")
-        work = f"{scaled(total.flops, 'FLOP')}, {read} from files, {copied} from and to snapshots"
-        model = f"{fields['geometry']}, each adapter of rank {fields['rank']} on every target"
-        head += [("in all", work, ""), ("predicted for", model, "")]
+    total = sum(works, Work())
+    read, copied = scaled(total.file_bytes, "B"), scaled(total.snapshot_bytes, "B")
+    work = f"{scaled(total.flops, 'FLOP')}, {read} from files, {copied} from and to snapshots"
+    model = f"{fields['geometry']}, each adapter of rank {fields['rank']} on every target"
+    head += [("in all", work, ""), ("predicted for", model, "")]
     return f"{_facts(head)}\n\n{table(header, rows, right=(0, 1, 2, 7, 8, 9))}"
 
 
@@ -167,8 +167,7 @@ def strategies_text(strategies: Iterable[Mapping[str, str]]) -> str:
         (
             table(("strategy", "what it does", "fields"), presets),
             table(("field", "values, the default first"), values),
-            "A strategy is a preset, fields, or both: both_fixes,restore=host_snapshot\n"
-            f"So far in plans only: {', '.join(PLANNED_RESTORES)}",
+            "A strategy is a preset, fields, or both: both_fixes,restore=host_snapshot",
         )
     )
 
@@ -352,7 +351,22 @@ def _case_cells(case: Mapping[str, Any]) -> tuple[str, str]:
         title = ", ".join((case["recipe"], *case["strategy"].split(",")))
         before = f"{case['before']} -> " if "before" in case else ""
         return textwrap.fill(title, 34), f"{case['action']} {before}{case['state']}"
-    if case["bench"] == "fuse":
-        return f"{case['geometry']}, {case['blocks']} blocks", case["contender"]
+    if case["bench"] in _CELLS:
+        title, cell = _CELLS[case["bench"]]
+        return textwrap.fill(title.format_map(case), 34), cell.format_map(case)
     rows = f", {case['rows']} rows" if "rows" in case else ""
     return textwrap.fill(case["module"], 34), f"{case.get('contender', 'scalar loop')}{rows}"
+
+
+_CELLS = {
+    "fuse": ("{geometry}, {blocks} blocks", "{contender}"),
+    "load": ("{restore}, page cache {cache}, {geometry}, {blocks} blocks", "{contender}"),
+    "peers": (
+        "{threads} threads, {mix}, {geometry}, {blocks} blocks",
+        "{contender} {operation}, {pass}",
+    ),
+    "rules": ("rules of rounding, side {side}", "strength {strength:g}, ratio {ratio:g}"),
+    "restores": ("{restore}, strength {strength:g}, {geometry}, {blocks} blocks", "{contender}"),
+    "drift": ("drift, {subject}", "{way}, {dtype}, ratio {ratio:.2g}"),
+}
+"""What the records of a bench share, and what tells them apart."""

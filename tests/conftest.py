@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from lorabench.adapter import Adapter
 from lorabench.checkpoint import Checkpoint
 from lorabench.geometry import load_geometry
+from lorabench.kernels import KERNELS
 from lorabench.synthetic import synthesize
 
 # A loaded machine is slow, and slow is no failure.
@@ -20,6 +21,8 @@ settings.load_profile("lorabench")
 pytest_plugins = ["odd"]  # its fixtures: the awkward base, in a file and in shards
 
 ADAPTERS = ("user", "distilled", "detailing")
+
+CPU_KERNELS = [name for name in KERNELS if name != "triton"]
 
 
 @pytest.fixture(scope="session", autouse=True)

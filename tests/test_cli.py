@@ -42,8 +42,13 @@ COMMANDS = [
     ["strategies"],
     ["report"],
     ["bench"],
+    ["bench", "drift"],
     ["bench", "kernels"],
+    ["bench", "load"],
     ["bench", "loop"],
+    ["bench", "peers"],
+    ["bench", "restores"],
+    ["bench", "rules"],
     ["bench", "walk"],
 ]
 
@@ -505,10 +510,12 @@ def test_plan_multiplies_the_recipes_strength_by_the_users(run, tmp_path):
     assert without.json["roles"] == {"distilled": 1.0}
 
 
-def test_plan_predicts_no_work_where_it_cannot_be_known(run):
-    options = ("plan", "ic_lora", "--strategy", "both_fixes,restore=residual")
-    assert run(*options, "--json").json["work"] is None
-    assert run(*options).out.splitlines()[-1].split()[-3:] == ["?", "?", "?"]
+def test_plan_predicts_that_an_image_is_made_once(run):
+    options = ("plan", "ti2vid_two_stage", "--strategy", "both_fixes,restore=images")
+    plan = run(*options, "--renders", "2", "--json").json
+    flops = [work["flops"] for work in plan["work"]]
+    rebinds = [f for f, a in zip(flops, plan["actions"], strict=True) if a["kind"] == "rebind"]
+    assert rebinds == [17_052_764_995_584, 0, 0]
 
 
 def test_plan_reads_a_recipe_of_ones_own(run, refused, tmp_path):
@@ -617,6 +624,40 @@ def test_bench_loop_run_to_its_end_tells_how_well_its_first_tenth_foretold_it(ru
     assert f"it took {told.seconds:.2f} s (predicted {told.error:+.1%})" in ended.err
 
 
+def test_bench_peers_times_contenders_at_each_number_of_threads(run, on_files):
+    options = ("--contender", "gemm", "--contender", "torch_f32", "--rounds", 1, "--budget", 600)
+    ended = run("bench", "peers", *options, "--threads", 1, "--threads", 2, *on_files)
+    assert ended.code == 0, ended.err
+    for text in ("1 threads, whole", "2 threads, whole", "gemm fuse, first", "torch_f32 fuse, ste"):
+        assert text in ended.out
+    assert {r.case["threads"] for r in records.read(on_files[-1])} == {1, 2}
+
+
+def test_bench_rules_compares_them_at_the_strengths_and_ratios_asked_for(run, tmp_path):
+    out = tmp_path / "records.jsonl"
+    cells = ("--strength", 0.8, "--ratio", 0.1, "--ratio", 1, "--side", 16)
+    ended = run("bench", "rules", *cells, "--out", out)
+    assert ended.code == 0, ended.err
+    assert "strength 0.8, ratio 0.1" in ended.out
+    assert [r.case["ratio"] for r in records.read(out)] == [0.1, 1]
+
+
+def test_bench_restores_measures_each_restore_at_each_strength(run, on_files):
+    names = ("--restore", "reread", "--restore", "host_snapshot")
+    ended = run("bench", "restores", *names, "--repetitions", 1, *on_files)
+    assert ended.code == 0, ended.err
+    for text in ("reread, strength 1", "host_snapshot, strength 1", "  unfuse"):
+        assert text in ended.out
+    assert max(map(len, ended.out.splitlines())) <= 100
+
+
+def test_bench_load_measures_a_fused_load_beside_its_parts(run, on_files):
+    ended = run("bench", "load", "--rounds", 1, *on_files)
+    assert ended.code == 0, ended.err
+    for text in ("reread, page cache hot", "  plain load", "  fused load"):
+        assert text in ended.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -634,6 +675,13 @@ def test_bench_loop_run_to_its_end_tells_how_well_its_first_tenth_foretold_it(ru
         (["loop", "--device", "cuda"], "runs on the CPU only"),
         (["loop", "--whole", "--budget", "3"], "--whole and --budget 3: give one of the two"),
         (["loop", "--device", "gpu"], "'cpu', 'cuda'"),
+        (["peers", "--contender", "pefft"], "did you mean 'peft'?"),
+        (["peers", "--threads", "0"], "--threads"),
+        (["rules", "--ratio", "0"], "ratios above 0"),
+        (["restores", "--restore", "snapshot"], "host_snapshot"),
+        (["restores", "--restore", "device_snapshot"], "device_snapshot"),
+        (["load", "--restore", "reeread"], "did you mean 'reread'?"),
+        (["drift", "--cycles", "0"], "--cycles"),
     ],
     ids=str,
 )

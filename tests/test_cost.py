@@ -5,12 +5,25 @@ from collections.abc import Iterator
 from dataclasses import astuple, replace
 
 import pytest
+import torch
 
 from lorabench.adapter import Adapter
 from lorabench.checkpoint import Checkpoint
-from lorabench.cost import Parts, Prices, Work, predict_work, resident_bytes, touches_of
+from lorabench.cost import (
+    Parts,
+    Prices,
+    Work,
+    kept_bytes,
+    predict_plan,
+    predict_work,
+    resident_bytes,
+    touches_of,
+)
 from lorabench.errors import UnavailableError
+from lorabench.fuse import Pair, Term
 from lorabench.geometry import load_geometry
+from lorabench.kernels import Scratch
+from lorabench.kernels.gemm import gemm_tiles
 from lorabench.plan import (
     STRATEGIES,
     STRATEGY_VALUES,
@@ -23,6 +36,7 @@ from lorabench.plan import (
 )
 from lorabench.recipe import BASE, Recipe, State, load_recipe, recipe_names
 from lorabench.resident import ResidentWeights
+from lorabench.restore import RESTORES
 from lorabench.run import walk
 from lorabench.synthetic import synthesize
 
@@ -30,7 +44,7 @@ LTX = load_geometry("ltx-2.5-22b")
 BASE_BYTES, FACTOR_BYTES = 42_017_512_960, 8_899_362_816
 TOUCHED, MACS = 18_977_652_736, 8_526_382_497_792
 DISTILLED = State(distilled=1.0)
-EXECUTABLE = ["reread", "host_snapshot", "subtract"]
+EXECUTABLE = ["reread", "host_snapshot", "residual", "images", "subtract"]
 
 
 def rebind(before: State, after: State) -> Rebind:
@@ -55,6 +69,13 @@ def rebind(before: State, after: State) -> Rebind:
         (rebind(DISTILLED, BASE), "host_snapshot", Work(snapshot_bytes=2 * TOUCHED)),
         (rebind(DISTILLED, BASE), "device_snapshot", Work(snapshot_bytes=2 * TOUCHED)),
         (rebind(DISTILLED, BASE), "subtract", Work(2 * MACS, fused_params=TOUCHED)),
+        (rebind(DISTILLED, BASE), "residual", Work(2 * MACS, fused_params=TOUCHED)),
+        (rebind(DISTILLED, BASE), "images", Work()),
+        (
+            rebind(BASE, DISTILLED),
+            "images",
+            Work(2 * MACS, snapshot_bytes=2 * TOUCHED, fused_params=TOUCHED),
+        ),
         (rebind(BASE, DISTILLED), "reread", Work(2 * MACS, fused_params=TOUCHED)),
         (
             rebind(State(distilled=0.25), State(distilled=0.5)),
@@ -104,27 +125,112 @@ def test_work_adds_up_field_by_field():
     assert sum([Work(1, 2, 3, 4)] * 3, Work()) == Work(3, 6, 9, 12)
 
 
-@pytest.mark.parametrize(
-    ("restore", "kept"),
-    [("reread", 0), ("subtract", 0), ("host_snapshot", 1), ("device_snapshot", 1)],
-)
-def test_what_stays_in_memory_is_weights_factors_and_what_a_restore_keeps(restore, kept):
+def test_an_image_is_paid_for_the_first_time_its_state_is_there():
     touches = touches_of(LTX, ["distilled"])
-    expected = BASE_BYTES + FACTOR_BYTES + kept * 2 * TOUCHED
-    assert resident_bytes(touches, BASE_BYTES, restore) == expected
+    made = Work(2 * MACS, snapshot_bytes=2 * TOUCHED, fused_params=TOUCHED)
+    actions = [
+        Load(BASE), rebind(BASE, DISTILLED), rebind(DISTILLED, BASE), rebind(BASE, DISTILLED),
+        Load(DISTILLED), rebind(DISTILLED, BASE), rebind(BASE, DISTILLED),
+    ]  # fmt: skip
+    works = predict_plan(actions, touches, BASE_BYTES, "images")
+    read = Work(file_bytes=BASE_BYTES + FACTOR_BYTES)
+    assert works == (read, made, Work(), Work(), read + made, Work(), Work())
 
 
-@pytest.mark.parametrize("restore", EXECUTABLE)
-def test_what_stays_in_memory_is_what_resident_weights_hold(base, adapters, restore):
-    weights = ResidentWeights(base, adapters, restore=restore)
-    weights.load()
-    held = sum(tensor.nbytes for tensor in weights.tensors.values())
-    assert resident_bytes({}, held, restore) == held
-    for role in adapters:
-        held += sum(pair.a.nbytes + pair.b.nbytes for pair in weights.factors(role).values())
-    held += sum(t.nbytes for t in getattr(weights._restore, "_kept", {}).values())
-    base_bytes = sum(spec.nbytes for spec in base.tensors)
-    assert resident_bytes(weights.touches, base_bytes, restore) == held
+@pytest.mark.parametrize("restore", ["reread", "host_snapshot", "subtract", "residual"])
+def test_where_nothing_is_remembered_a_plan_is_the_sum_of_its_actions(restore):
+    touches = touches_of(LTX, ["distilled"])
+    actions = [Load(BASE), rebind(BASE, DISTILLED), rebind(DISTILLED, BASE), Denoise(BASE, 0, 0)]
+    assert predict_plan(actions, touches, BASE_BYTES, restore) == tuple(
+        predict_work(action, touches, BASE_BYTES, restore) for action in actions
+    )
+
+
+HALF = State(distilled=0.5)
+
+
+@pytest.mark.parametrize(
+    ("restore", "states", "kept"),
+    [
+        ("reread", [DISTILLED], 0),
+        ("subtract", [DISTILLED], 0),
+        ("host_snapshot", [BASE], 2 * TOUCHED),
+        ("device_snapshot", [BASE, DISTILLED], 2 * TOUCHED),
+        ("images", [BASE], 0),
+        ("images", [BASE, DISTILLED, BASE, DISTILLED], 2 * TOUCHED),
+        ("images", [HALF, BASE, DISTILLED], 4 * TOUCHED),
+        ("images", None, 2 * TOUCHED),
+        ("residual", [BASE], 0),
+        ("residual", [HALF, BASE, DISTILLED], round(0.65 * TOUCHED / 8)),
+    ],
+)
+def test_what_a_restore_keeps(restore, states, kept):
+    assert kept_bytes(touches_of(LTX, ["distilled"]), restore, states) == kept
+
+
+def test_a_residual_is_as_big_as_its_bits_a_weight_and_an_f32_weight_is_kept_whole():
+    touches = touches_of(LTX, ["distilled"])
+    assert kept_bytes(touches, "residual", residual_bits=4) == TOUCHED // 2
+    target = touches["distilled"][0]
+    wide = replace(target, weight=replace(target.weight, dtype="F32"))
+    one = {"distilled": [wide]}
+    assert kept_bytes(one, "residual") == kept_bytes(one, "images") == 4 * target.weight.params
+
+
+@pytest.mark.parametrize("restore", ["reread", "host_snapshot", "images"])
+def test_what_stays_in_memory_is_weights_factors_scratch_and_what_is_kept(restore):
+    touches = touches_of(LTX, ["distilled"])
+    kept = kept_bytes(touches, restore, [BASE])
+    assert resident_bytes(touches, BASE_BYTES, restore, [BASE]) == (
+        BASE_BYTES + FACTOR_BYTES + kept
+    )
+    given = resident_bytes(touches, BASE_BYTES, restore, [BASE], factor_bytes=5)
+    assert given == BASE_BYTES + 5 + kept
+
+
+def meta_scratch(touches, states, product) -> int:
+    """What the kernel takes for a pass into each state, found without memory or work."""
+    device = torch.device("meta")
+    scratch = Scratch(device)
+    tiles = gemm_tiles("R1", product)
+    for state in states:
+        for weight in {t.weight for targets in touches.values() for t in targets}:
+            terms = [
+                Term(
+                    Pair(
+                        torch.empty(t.rank, weight.shape[1], dtype=torch.bfloat16, device=device),
+                        torch.empty(weight.shape[0], t.rank, dtype=torch.bfloat16, device=device),
+                        1.0,
+                    ),
+                    strength,
+                )
+                for role, strength in state.items()
+                for t in touches[role]
+                if t.weight == weight
+            ]
+            dtype = torch.bfloat16 if weight.dtype == "BF16" else torch.float32
+            tiles.fuse(torch.empty(weight.shape, dtype=dtype, device=device), terms, scratch)
+    return scratch.nbytes
+
+
+@pytest.mark.parametrize("product", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "states", [[DISTILLED], [State(user=1.0, distilled=1.0)], [State(user=1.0), HALF]]
+)
+def test_the_scratch_that_is_predicted_is_what_the_kernel_takes(product, states):
+    geometry = LTX.cut(1)
+    touches = {
+        "distilled": geometry.targets,
+        "user": replace(geometry, rank=700).targets[::2],
+    }
+    target = touches["user"][1]
+    wide = replace(target.weight, name="wide", dtype="F32")
+    touches["user"] = (*touches["user"], replace(target, weight=wide))
+    predicted = resident_bytes(
+        touches, 0, "reread", states, factor_bytes=0, f32_products=product == torch.float32
+    )
+    assert predicted == meta_scratch(touches, states, product)
+    assert 0 < predicted <= 256 << 20
 
 
 @pytest.fixture(scope="module")
@@ -176,8 +282,9 @@ def test_every_plan_takes_the_work_that_was_predicted(small, restore):
         weights = ResidentWeights(base, bound, kernel="reference", restore=restore)
         done = list(walk(actions, weights))
         assert [action for action, _ in done] == list(actions)
-        for action, work in done:
-            assert work == predict_work(action, touches, base_bytes, restore), action
+        works = predict_plan(actions, touches, base_bytes, restore)
+        for (action, work), predicted in zip(done, works, strict=True):
+            assert work == predicted, action
 
 
 @pytest.mark.parametrize("preset", STRATEGIES)
@@ -189,14 +296,16 @@ def test_every_preset_takes_the_work_that_was_predicted_on_a_block(
     base_bytes = geometry.counts().tensor_bytes
     recipe = load_recipe("hq_two_stage").bind({"user": 1.0, "distilled": 1.0})
     weights = ResidentWeights(base, adapters, kernel=strategy.kernel, restore=strategy.restore)
-    for action, work in walk(plan(recipe, strategy, renders=2), weights):
-        assert work == predict_work(action, touches, base_bytes, strategy.restore)
+    actions = plan(recipe, strategy, renders=2)
+    works = predict_plan(actions, touches, base_bytes, strategy.restore)
+    assert works == tuple(work for _, work in walk(actions, weights))
 
 
-@pytest.mark.parametrize("restore", sorted({*STRATEGY_VALUES["restore"]} - {*EXECUTABLE}))
-def test_the_other_restores_can_not_be_executed_here(base, restore):
-    with pytest.raises(UnavailableError, match=f"'{restore}'"):
-        ResidentWeights(base, restore=restore)
+def test_every_restore_that_a_plan_may_name_is_there_and_but_one_on_the_cpu(base):
+    assert STRATEGY_VALUES["restore"] == RESTORES
+    for restore in {*RESTORES} - {*EXECUTABLE}:
+        with pytest.raises(UnavailableError, match=f"'{restore}' needs a device"):
+            ResidentWeights(base, restore=restore)
 
 
 PRICES = Prices(load=Parts(8.0, 2.0), restore=Parts(1.0, 0.5), fuse=Parts(3.0, 1.0))

@@ -52,6 +52,28 @@ def test_vector_arithmetic_gives_what_the_definition_gives_word_by_word(nbytes):
     assert module._sum_of(tensor).value == plain_sum(bytes(tensor.tolist()))
 
 
+@pytest.mark.parametrize("blocks", [1, 3, 40])
+@pytest.mark.parametrize("more", [0, 1, BLOCK - 1])
+def test_a_gpus_arithmetic_gives_the_cpus_sums(blocks, more):
+    from lorabench import digest as module
+
+    words = counting(8 * (blocks * BLOCK + more)).view(torch.int64)
+    sums = [s % 2**64 for s in module._sums_on_device(words)]
+    assert sums == module._sums_on_cpu(words)
+    assert len(sums) == blocks + (more > 0)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_a_big_tensor_has_the_same_digest_by_any_number_of_threads(threads):
+    big = {"w": counting(19 * BLOCK_BYTES + 13)}
+    expected, before = digest(big), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert digest(big) == expected
+    finally:
+        torch.set_num_threads(before)
+
+
 @given(data=st.binary(min_size=1, max_size=40), bit=st.integers(0, 319))
 def test_any_single_flipped_bit_changes_it_tail_bytes_included(data, bit):
     one = torch.frombuffer(bytearray(data), dtype=torch.uint8)

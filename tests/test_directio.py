@@ -80,6 +80,23 @@ def test_nothing_beyond_the_last_block_of_a_range_is_overwritten(file):
     assert bytes(memory[2 * BLOCK :]) == b"\xee" * (2 * BLOCK)
 
 
+def test_a_cached_reader_fills_memory_that_lies_anywhere(file):
+    reader = Reader(file, _stamp(file), cached=True)
+    assert not fcntl.fcntl(reader._fd, fcntl.F_GETFL) & os.O_DIRECT
+    for begin in MOMENTS:
+        for end in MOMENTS:
+            if begin <= end:
+                memory = bytearray(b"\xee" * (end - begin + 5))
+                reader.fill(begin, memoryview(memory)[3:-2])
+                assert memory == b"\xee" * 3 + CONTENT[begin:end] + b"\xee" * 2
+    os.truncate(file, 100)
+    with pytest.raises(FileError, match=f"^{file}: changed since it was opened"):
+        reader.check_unchanged()
+    with pytest.raises(FileError, match=f"^{file}: ended at byte 100; .* truncated"):
+        reader.fill(50, memoryview(bytearray(200)))
+    reader.close()
+
+
 def test_a_file_that_is_missing_or_another_than_was_opened_is_refused(file):
     stamp = _stamp(file)
     os.utime(file, ns=(0, 0))

@@ -42,9 +42,10 @@ from lorabench import journal as journaling
 from lorabench.adapter import Adapter
 from lorabench.alone import alone
 from lorabench.checkpoint import Checkpoint
-from lorabench.errors import AdapterError, ConfigError, FileError
+from lorabench.errors import AdapterError, ConfigError, FileError, UnavailableError
+from lorabench.fuse import RULES, Term
 from lorabench.fusedfile import STATE_KEY, fuse_file
-from lorabench.kernels import gemm
+from lorabench.kernels import Scratch, gemm, get_kernel, one_nan
 from lorabench.measure import Observer
 from lorabench.recipe import BASE, State
 from lorabench.segments import lay_out
@@ -187,6 +188,28 @@ def test_metadata_are_kept_and_the_state_and_its_adapters_told(either, out):
         assert (user["role"], user["strength"], user["scale"]) == ("user", 0.1, 1.0)
         assert (distilled["file"], distilled["scale"]) == ("distilled.safetensors", 0.5)
         assert distilled["metadata"] == {"lora_alpha": "2", "lora_rank": "4"}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_is_followed_and_told(model, out, rule):
+    state = State(distilled=0.8, user=0.3)
+    fuse_file(model.base, model.adapters, state, out, rule=rule, **SMALL)
+    fused = Checkpoint.open(out)
+    assert fused.metadata["lorabench.rule"] == f"{rule}, that of {RULES[rule]}"
+    factors = {role: model.adapters[role].load() for role in state}
+    kernel = get_kernel("gemm", torch.device("cpu"), rule)
+    for name in factors["distilled"]:
+        weight = model.base.read(name)
+        terms = [Term(factors[role][name], s) for role, s in state.items() if name in factors[role]]
+        kernel(weight, terms, Scratch())
+        one_nan(weight)
+        assert torch.equal(bits(fused.read(name)), bits(weight)), name
+
+
+def test_a_rule_that_there_isnt_is_refused(model, out):
+    with pytest.raises(UnavailableError, match="no rounding rule 'R5'; choose from R1, R2, R3, R4"):
+        fuse_file(model.base, model.adapters, STATE, out, rule="R5")
+    assert not list(out.parent.iterdir())
 
 
 def test_a_base_that_is_fused_already_is_refused(either, out):
@@ -654,12 +677,19 @@ def test_an_intact_journal_saves_what_was_written(either, out, broken_off):
     assert resume(either, out) > sum(spec.nbytes for spec in either.base.tensors) // 3
 
 
-@pytest.mark.parametrize("other", ["state", "order", "segments", "adapter", "base", "torch"])
+@pytest.mark.parametrize(
+    "other", ["state", "order", "rule", "segments", "adapter", "base", "torch"]
+)
 def test_another_tasks_leavings_are_cleared_away(model, out, tmp_path, monkeypatch, other):
     mine = Model(write_base(tmp_path / "base.safetensors"), model.adapters)
     with failing(journaling, "_save", 5, OSError(errno.ENOSPC, "No space left")):
         assert fuse_failing(mine, out, FileError)
     state, sizes = STATE, SMALL
+    if other == "rule":
+        with pytest.warns(UserWarning, match=f"{out}: .* cleared away: it had other inputs"):
+            done = fuse_file(mine.base, mine.adapters, state, out, rule="R4", **sizes)
+        assert done.resumed_bytes == 0
+        return
     if other == "state":
         state = State(STATE, user=-0.5)
     elif other == "order":

@@ -21,29 +21,37 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "adapter": {"geometry", "header", "checkpoint", "fuse"},
     "recipe": {"resources"},
     "plan": {"recipe"},
-    "kernels": {"fuse"},
+    "account": set(),
+    "kernels": {"fuse", "account"},
     "cost": {"geometry", "recipe", "plan"},
-    "restore": {"fuse", "kernels", "checkpoint", "cost"},
+    "corrections": {"kernels", "fuse"},
+    "residual": {"fuse", "kernels", "cost", "corrections"},
+    "restore": {"fuse", "kernels", "checkpoint", "cost", "residual"},
     "digest": set(),
+    "devices": {"machine"},
+    "sweep": {"recipe", "fuse", "kernels", "restore", "checkpoint", "cost"},
+    "loading": {"header", "checkpoint", "adapter", "fuse", "kernels", "readahead", "sweep"},
     "resident": {
         "recipe", "adapter", "fuse", "kernels", "restore", "checkpoint", "digest", "cost",
-        "machine",
+        "devices", "sweep", "loading",
     },
     "run": {"plan", "resident", "streamed", "cost"},
     # the same, streamed
     "directio": {"checkpoint"},
+    "readahead": {"checkpoint", "directio"},
     "segments": {
         "adapter", "checkpoint", "cost", "directio", "geometry", "header", "kernels", "recipe",
     },
     "stream": {
-        "adapter", "checkpoint", "directio", "fuse", "kernels", "progress", "segments",
+        "adapter", "checkpoint", "directio", "fuse", "kernels", "progress", "readahead",
+        "segments",
     },
     "streamed": {
         "adapter", "checkpoint", "cost", "digest", "recipe", "segments", "stream",
     },
     "fusedfile": {
-        "adapter", "checkpoint", "cost", "directio", "header", "journal", "kernels", "recipe",
-        "segments", "stream",
+        "adapter", "checkpoint", "cost", "directio", "fuse", "header", "journal", "kernels",
+        "recipe", "segments", "stream",
     },
     "journal": {"checkpoint"},
     # around it
@@ -59,6 +67,10 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "derive": {"cost", "geometry", "plan", "recipe", "records"},
     "check": {"adapter", "checkpoint", "fuse", "recipe", "resident"},
     "bench": ANY,
+    "gpu_check": ANY,
+    "gpu_rebind": {
+        "check", "checkpoint", "fuse", "geometry", "kernels", "measure", "restore", "synthetic",
+    },
     # the ledger
     "arithmetic": set(),
     "evidence": {"arithmetic", "geometry", "machine", "plan", "recipe", "records"},
@@ -66,6 +78,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "claims": {"arithmetic", "evidence", "ledger", "resources"},
     # telling
     "figures": set(),
+    "engine_figures": {"figures"},
     "page": set(),
     "export": {"page"},
     "report": ANY,
@@ -73,6 +86,8 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "describe": {"adapter", "checkpoint", "cost", "geometry", "plan", "recipe", "synthetic"},
     "tables": {"arithmetic", "claims", "cost", "measure", "plan", "recipe", "records"},
     "cli": ANY,
+    "cli_options": set(),
+    "cli_subject": ANY,
     "cli_bench": ANY,
     "cli_claims": ANY,
     "cli_stream": ANY,
@@ -82,9 +97,13 @@ MAY_IMPORT: dict[str, set[str] | None] = {
 }  # fmt: skip
 """What a module of this package may import of it, beside ``errors``, which all may."""
 
-CLI = {"__main__", "cli", "cli_bench", "cli_claims", "cli_report", "cli_stream"}
+CLI = {
+    "__main__", "cli", "cli_bench", "cli_claims", "cli_options", "cli_report", "cli_stream",
+    "cli_subject",
+}  # fmt: skip
 ONLY_IMPORTED_BY = {
-    "figures": CLI | {"report"},
+    "figures": CLI | {"report", "engine_figures"},
+    "engine_figures": CLI | {"report"},
     "bench": CLI | {"report"},
     "report": CLI,
     "export": {"report"},

@@ -1,12 +1,13 @@
 """Every kernel gives the rule's bits, and the gemm kernel allocates nothing once warm."""
 
 import json
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import CPU_KERNELS
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lorabench.checkpoint import Checkpoint
 from lorabench.errors import UnavailableError
 from lorabench.fuse import RULES, Pair, Term, reference_deltas, reference_fuse
-from lorabench.kernels import KERNELS, Scratch, get_kernel, get_tiles, one_nan
+from lorabench.kernels import Scratch, get_kernel, get_tiles, one_nan
 from lorabench.kernels import gemm as gemm_module
 from lorabench.kernels.gemm import gemm_tiles
 
@@ -23,7 +24,7 @@ CASES = json.loads(GOLDENS.metadata["cases"])
 
 CPU = torch.device("cpu")
 EXECUTIONS = {
-    **{name: get_kernel(name, CPU) for name in KERNELS},
+    **{name: get_kernel(name, CPU) for name in CPU_KERNELS},
     "gemm, product in bf16": gemm_tiles(product=torch.bfloat16).fuse,
     "gemm, product in f32": gemm_tiles(product=torch.float32).fuse,
 }
@@ -259,7 +260,7 @@ def test_a_pass_books_what_it_does():
 
 
 def test_an_unknown_or_impossible_kernel_raises():
-    with pytest.raises(UnavailableError, match="choose from reference, scalar, gemm"):
+    with pytest.raises(UnavailableError, match="choose from reference, scalar, gemm, triton"):
         get_kernel("gem", CPU)
     with pytest.raises(UnavailableError, match="CPU loop"):
         get_kernel("scalar", torch.device("cuda"))
@@ -269,3 +270,30 @@ def test_an_unknown_or_impossible_kernel_raises():
         get_kernel("gemm", CPU, "r1")
     with pytest.raises(UnavailableError, match="'scalar' doesn't show its deltas"):
         get_tiles("scalar", CPU)
+
+
+@pytest.mark.parametrize("reduced", [(True, True), (False, True), (False, False)])
+@pytest.mark.parametrize("precision", ["tf32", "ieee", "none"])
+def test_settings_of_cuda_products_are_left_as_found(reduced, precision):
+    """They can be set without a GPU."""
+    matmul = torch.backends.cuda.matmul
+
+    def settings():
+        return (
+            matmul.fp32_precision,
+            matmul.allow_bf16_reduced_precision_reduction,
+            matmul.allow_bf16_reduced_precision_reduction_split_k,
+        )
+
+    before = settings()
+    try:
+        matmul.allow_bf16_reduced_precision_reduction = reduced
+        matmul.fp32_precision = precision
+        found = settings()
+        with suppress(KeyboardInterrupt), gemm_module._f32_sums(torch.device("cuda")):
+            assert settings()[:2] == ("ieee", False)
+            raise KeyboardInterrupt
+        assert settings() == found
+    finally:
+        matmul.fp32_precision, *pair = before
+        matmul.allow_bf16_reduced_precision_reduction = tuple(pair)

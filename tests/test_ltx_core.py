@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from conftest import bits
+from conftest import CPU_KERNELS, bits
 
 from lorabench.check import compare
 from lorabench.fuse import Pair, Term, reference_fuse
-from lorabench.kernels import KERNELS, Scratch, get_kernel
+from lorabench.kernels import Scratch, get_kernel
 
 pytest.importorskip("ltx_core", reason="pip install --no-deps ltx-core==1.0.0, and einops")
 
@@ -20,7 +20,7 @@ def sixteenths(*shape, seed):
 
 
 @pytest.mark.parametrize("strength", [1.0, 0.8, 0.25, -1.0])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
 def test_every_kernel_has_upstreams_bits_for_one_bf16_adapter(kernel, strength):
     base = torch.randn(48, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     # A single 1 in each row of A: no sum has two summands, so no order of summing matters, and
@@ -32,7 +32,7 @@ def test_every_kernel_has_upstreams_bits_for_one_bf16_adapter(kernel, strength):
     assert torch.equal(bits(base), bits(expected))
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
 def test_every_kernel_has_upstreams_bits_where_sums_are_exact(kernel):
     base = torch.randn(48, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     pair = Pair(sixteenths(24, 64, seed=3), sixteenths(48, 24, seed=4), 1.0)

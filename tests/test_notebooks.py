@@ -36,11 +36,12 @@ def result(out, notebook):
     return json.loads((out / "results" / f"{notebook}.json").read_text())
 
 
-def test_there_are_the_three_notebooks():
+def test_there_are_the_four_notebooks():
     assert [n.stem for n in NOTEBOOKS] == [
         "01_reproduce_the_issue",
         "02_fix_strategies",
         "03_cost_per_recipe",
+        "04_exact_unfuse",
     ]
 
 
@@ -96,7 +97,22 @@ def test_five_of_the_twelve_recipes_rebind_in_every_render(out):
     assert (found["recipes"], found["recipes_that_rebind"]) == (12, 5)
 
 
-def test_each_case_was_measured_once_though_three_notebooks_asked(out):
+def test_unfusing_is_exact_but_for_subtraction_and_the_residual_is_small(out):
+    found = result(out, "04_exact_unfuse")
+    assert 0.001 < found["wrong_share_bf16"] < 0.1  # the real base's delta is a hundredth of it
+    assert 0 < found["residual_bits"] < 1
+    assert found["product_share"] > found["add_share"] > 0
+    assert found["idle_account_share"] < 0.01
+    measured = [r for r in records.read(out / "records.jsonl") if r.case["bench"] == "restores"]
+    wrong = {
+        r.case["restore"]: r.details["wrong_share"]
+        for r in measured
+        if r.case["contender"] == "load"
+    }
+    assert {name for name, share in wrong.items() if share} == {"subtract"}
+
+
+def test_each_case_was_measured_once_though_four_notebooks_asked(out):
     keys = [records.key(r.case) for r in records.read(out / "records.jsonl")]
     assert len(keys) == len(set(keys))
 

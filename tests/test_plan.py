@@ -373,7 +373,8 @@ class TestStrategy:
         with pytest.raises(ConfigError) as caught:
             Strategy(kernel="gem", restore="rereed")
         message = str(caught.value)
-        assert "kernel='gem': expected gemm, scalar, reference (did you mean 'gemm'?)" in message
+        assert "kernel='gem': expected gemm, triton, scalar, reference" in message
+        assert "(did you mean 'gemm'?)" in message
         assert "(did you mean 'reread'?)" in message
         assert "device_snapshot" in message
 

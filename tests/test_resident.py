@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ADAPTERS, bits, shard
+from conftest import ADAPTERS, CPU_KERNELS, bits, shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from lorabench import resident
+from lorabench import devices, loading, resident, residual, restore, sweep
 from lorabench.adapter import Adapter
 from lorabench.checkpoint import Checkpoint
-from lorabench.cost import Work, predict_work, resident_bytes
+from lorabench.cost import Work, predict_work
 from lorabench.digest import digest
 from lorabench.errors import (
     AdapterError,
@@ -28,13 +28,21 @@ from lorabench.errors import (
     UnavailableError,
     WeightsLostError,
 )
-from lorabench.fuse import Term, reference_delta, reference_fuse
-from lorabench.kernels import KERNELS
+from lorabench.fuse import Term, reference_deltas, reference_fuse
+from lorabench.kernels import one_nan
 from lorabench.plan import Action, Load, Rebind
 from lorabench.recipe import BASE, State
 from lorabench.resident import ResidentWeights
 
-EXACT = ["reread", "host_snapshot"]
+OVERWRITE = ["reread", "host_snapshot"]
+"""Restores that don't care what a broken fuse has made of a weight."""
+EXACT = [*OVERWRITE, "residual", "images"]
+WAYS = [
+    (kernel, restore)
+    for kernel in CPU_KERNELS
+    for restore in EXACT
+    if (kernel, restore) != ("scalar", "residual")  # it doesn't show its deltas
+]
 PREFIX = "model.diffusion_model."
 SHAPES = {
     "a": (24, 16),
@@ -59,8 +67,8 @@ class Model:
     base: Checkpoint
     adapters: dict[str, Adapter]
 
-    def resident(self, kernel="reference", restore="reread") -> ResidentWeights:
-        return ResidentWeights(self.base, self.adapters, kernel=kernel, restore=restore)
+    def resident(self, kernel="reference", restore="reread", rule="R1") -> ResidentWeights:
+        return ResidentWeights(self.base, self.adapters, kernel=kernel, restore=restore, rule=rule)
 
     def moved(self, folder: Path) -> "Model":
         """The same with the base in a file of its own, to be damaged."""
@@ -68,42 +76,39 @@ class Model:
         shutil.copy(self.base.path, path)
         return Model(Checkpoint.open(path), self.adapters)
 
-    def expected(self, state: State) -> dict[str, torch.Tensor]:
+    def expected(self, state: State, rule="R1") -> dict[str, torch.Tensor]:
         """What a state's tensors are by the reference."""
         factors = {role: self.adapters[role].load() for role in state}
-        return {
-            name: reference_fuse(
-                self.base.read(name),
-                [
-                    Term(factors[role][name], s)
-                    for role, s in state.items()
-                    if name in factors[role]
-                ],
-            )
-            for name in self.base.entries
-        }
+        expected = {}
+        for name in self.base.entries:
+            terms = [Term(factors[r][name], s) for r, s in state.items() if name in factors[r]]
+            expected[name] = reference_fuse(self.base.read(name), terms, rule)
+            if terms:
+                one_nan(expected[name])
+        return expected
 
 
-def write_adapter(path: Path, touched: str, base: Checkpoint, std=0.2, **metadata: str) -> Adapter:
+def write_adapter(
+    path: Path, touched: str, base: Checkpoint, std=0.2, dtype=torch.bfloat16, **metadata: str
+) -> Adapter:
     g = torch.Generator().manual_seed(len(path.stem))
     tensors = {}
     for rank, module in enumerate(touched, start=1):
         out, in_ = SHAPES[module]
         tensors[f"diffusion_model.{module}.lora_A.weight"] = torch.randn(rank, in_, generator=g)
         tensors[f"diffusion_model.{module}.lora_B.weight"] = torch.randn(out, rank, generator=g)
-    save_file({n: (t * std).bfloat16() for n, t in tensors.items()}, path, metadata or None)
+    save_file({n: (t * std).to(dtype) for n, t in tensors.items()}, path, metadata or None)
     return Adapter.open(path, base.tensors)
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
+def write_model(folder: Path, touched=TOUCHED, modules="abcdefgh", factors=torch.bfloat16) -> Model:
+    """Write the small base, with odd values in some weights, and its adapters."""
     g = torch.Generator().manual_seed(1)
     tensors = {"bias": torch.randn(8, generator=g).bfloat16()}
-    for module, shape in SHAPES.items():
-        weight = torch.randn(shape, generator=g)
+    for module in modules:
+        weight = torch.randn(SHAPES[module], generator=g)
         tensors[f"{module}.weight"] = weight if module == "g" else weight.bfloat16()
-    for module in "bdh":  # touched by one adapter, by all three, by none
+    for module in {*"bdh"} & {*modules}:  # touched by one adapter, by all three, by none
         odd = torch.tensor(ODD_BITS, dtype=torch.int16).view(torch.bfloat16)
         tensors[f"{module}.weight"].view(-1)[: len(ODD_BITS)] = odd
     path = folder / "base.safetensors"
@@ -112,10 +117,17 @@ def model(tmp_path_factory):
     return Model(
         base,
         {
-            role: write_adapter(folder / f"{role}.safetensors", TOUCHED[role], base, **SCALES[role])
-            for role in ADAPTERS
+            role: write_adapter(
+                folder / f"{role}.safetensors", names, base, dtype=factors, **SCALES[role]
+            )
+            for role, names in touched.items()
         },
     )
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")
@@ -139,25 +151,29 @@ STATES = st.lists(
 
 @settings(max_examples=60)
 @given(
-    kernel=st.sampled_from(sorted(KERNELS)),
-    restore=st.sampled_from(EXACT),
+    way=st.sampled_from(WAYS),
     first=STATES,
     then=st.lists(st.tuples(st.sampled_from(["rebind", "rebind", "load"]), STATES), max_size=6),
 )
-def test_any_walk_ends_in_the_bits_of_a_fresh_load(model, fresh, kernel, restore, first, then):
+def test_any_walk_ends_in_the_bits_of_a_fresh_load(model, fresh, way, first, then):
+    kernel, restore = way
     weights = model.resident(kernel, restore)
     base_bytes = sum(spec.nbytes for spec in model.base.tensors)
 
     def predicted(action: Action) -> Work:
-        return predict_work(action, weights.touches, base_bytes, restore)
+        return predict_work(action, weights.touches, base_bytes, restore, imaged=imaged)
 
+    imaged: set[State] = set()
     assert weights.load(first) == predicted(Load(first))
+    imaged = {first}
     for action, state in then:
         if action == "load":
             again = replace(predicted(Load(state)), file_bytes=base_bytes)  # factors are there
             assert weights.load(state) == again
+            imaged = set()
         elif state != (before := weights.state):
             assert weights.rebind(state) == predicted(Rebind(before, state, 0, 0, True))
+        imaged.add(state)
         assert weights.state == state
         assert weights.digest() == fresh(kernel, state)
     if kernel == "reference":
@@ -165,8 +181,7 @@ def test_any_walk_ends_in_the_bits_of_a_fresh_load(model, fresh, kernel, restore
             assert torch.equal(bits(weights.tensors[name]), bits(expected)), name
 
 
-@pytest.mark.parametrize("restore", EXACT)
-@pytest.mark.parametrize("kernel", sorted(KERNELS))
+@pytest.mark.parametrize(("kernel", "restore"), WAYS)
 def test_base_bits_come_back_one_for_one(model, kernel, restore):
     weights = model.resident(kernel, restore)
     weights.load(State(user=1.0))
@@ -223,7 +238,7 @@ def test_the_order_of_adapters_is_part_of_the_state(model, fresh):
 def test_a_rebind_to_the_state_at_hand_does_nothing(model):
     weights = model.resident()
     weights.load(State(user=1.0))
-    weights._restore.restore = weights._kernel = None  # type: ignore[assignment]
+    weights._restore.restore = weights._restore.fuse = None  # type: ignore[assignment]
     assert not any(vars(weights.rebind(State(user=1.0, distilled=0.0))).values())
 
 
@@ -262,7 +277,8 @@ def test_subtracting_takes_off_exactly_the_delta_that_was_added(model):
         terms = [Term(factors[r][name], s) for r, s in state.items() if name in factors[r]]
         expected[name] = fused.clone()
         if terms:
-            back = (fused.float() - reference_delta(terms).float()).bfloat16()
+            (delta,) = reference_deltas(terms)
+            back = (fused.float() - delta.float()).bfloat16()
             expected[name] = back.to(fused.dtype)
     weights.rebind(BASE)
     for name, back in weights.tensors.items():
@@ -294,27 +310,23 @@ def rebind_failing(weights, state, n, where, error, **kwargs):
     if where == "after_weight":
         failing = FailsAt(lambda name: None, n, error, **kwargs)
         weights.rebind(state, failing)
-    elif where == "kernel":
-        failing = weights._kernel = FailsAt(weights._kernel, n, error, **kwargs)
-        weights.rebind(state)
     else:
-        failing = FailsAt(weights._restore.restore, n, error, **kwargs)
-        weights._restore.restore = failing
+        failing = FailsAt(getattr(weights._restore, where), n, error, **kwargs)
+        setattr(weights._restore, where, failing)
         weights.rebind(state)
     return failing
 
 
 def repair(weights):
     """Take the failing function out again."""
-    if isinstance(weights._kernel, FailsAt):
-        weights._kernel = weights._kernel.function
-    if isinstance(weights._restore.restore, FailsAt):
-        weights._restore.restore = weights._restore.restore.function
+    for where in ("fuse", "restore"):
+        if isinstance(failing := getattr(weights._restore, where), FailsAt):
+            setattr(weights._restore, where, failing.function)
 
 
 ERRORS = [RuntimeError, MemoryError, KeyboardInterrupt]
 STEPS = [
-    # from, to, calls of after_weight, of the kernel, of the restore
+    # from, to, calls of after_weight, of the fuse, of the restore
     (State(user=0.8, distilled=1.0), State(distilled=0.5, detailing=1.0), 7, 6, 6),
     (BASE, State(user=0.8, detailing=1.0), 6, 6, 0),
     (State(user=0.8, detailing=1.0), BASE, 6, 0, 6),
@@ -322,8 +334,8 @@ STEPS = [
 
 
 @pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("restore", [*EXACT, "subtract"])
-@pytest.mark.parametrize("where", ["after_weight", "kernel", "restore"])
+@pytest.mark.parametrize("restore", [*OVERWRITE, "subtract"])
+@pytest.mark.parametrize("where", ["after_weight", "fuse", "restore"])
 def test_a_failure_at_any_weight_leaves_the_old_bits_or_refuses_all_use(
     model, fresh, where, restore, error
 ):
@@ -331,7 +343,7 @@ def test_a_failure_at_any_weight_leaves_the_old_bits_or_refuses_all_use(
     for old, new, *calls in STEPS:
         weights.load(old)
         for n in itertools.count(1):
-            if n > calls[["after_weight", "kernel", "restore"].index(where)]:
+            if n > calls[["after_weight", "fuse", "restore"].index(where)]:
                 break
             with pytest.raises(error, match="broken"):
                 rebind_failing(weights, new, n, where, error)
@@ -361,8 +373,8 @@ def assert_lost(weights):
             use()
 
 
-@pytest.mark.parametrize("restore", EXACT)
-@pytest.mark.parametrize("where", ["kernel", "restore"])
+@pytest.mark.parametrize("restore", OVERWRITE)
+@pytest.mark.parametrize("where", ["fuse", "restore"])
 @pytest.mark.parametrize("error", ERRORS)
 def test_weights_whose_undoing_fails_are_lost_until_they_are_loaded_again(
     model, fresh, restore, where, error
@@ -370,7 +382,7 @@ def test_weights_whose_undoing_fails_are_lost_until_they_are_loaded_again(
     old, new, *_ = STEPS[0]
     weights = model.resident(restore=restore)
     weights.load(old)
-    for n in range(2, 7):  # undoing the first weight, g, takes no kernel: the old state lacks it
+    for n in range(2, 7):  # undoing the first weight, g, takes no fuse: the old state lacks it
         with pytest.raises(WeightsLostError, match="undoing it failed too") as raised:
             rebind_failing(weights, new, n, where, error, and_after=True)
         repair(weights)
@@ -380,38 +392,38 @@ def test_weights_whose_undoing_fails_are_lost_until_they_are_loaded_again(
         assert (weights.state, weights.digest()) == (old, fresh("reference", old))
 
 
+# Not _alone: a signal is looked for after a call, so inside its "with" or after its end.
+INTERRUPTED = {
+    resident.__file__: ("rebind", "_rebind", "_show", "_sweep", "_touched", "_finish"),
+    sweep.__file__: None,
+    restore.__file__: None,
+    residual.__file__: None,
+}
+
+
 @pytest.mark.parametrize("restore", EXACT)
 def test_ctrl_c_at_any_line_of_a_rebind_leaves_one_known_state(model, fresh, restore):
     old, new = State(user=0.8, distilled=1.0), State(distilled=0.5)
     known = {old: fresh("reference", old), new: fresh("reference", new)}
     weights = model.resident(restore=restore)
     weights.load(old)
-    file = resident.__file__
-    # Not _sweep: a signal is looked for after a call, so inside its "with" or after its end.
-    inside = (
-        "rebind",
-        "_rebind",
-        "_bound",
-        "_fuse",
-        "_terms",
-        "_touched",
-        "_check_finite",
-    )
-    lines = 0
+    undoing = False
 
     def trace(frame, event, argument):
-        nonlocal left, lines
-        if frame.f_code.co_filename != file or frame.f_code.co_name not in inside:
+        nonlocal left, undoing
+        code = frame.f_code
+        inside = INTERRUPTED.get(code.co_filename, ())
+        if undoing or (inside is not None and code.co_name not in inside):
+            undoing = undoing or code.co_name == "_undo"
             return None
         if event == "line":
-            lines += 1
             if (left := left - 1) == 0:
                 raise KeyboardInterrupt
         return trace
 
     outer = sys.gettrace()
     for n in itertools.count(1):
-        left = n
+        left, undoing = n, False
         sys.settrace(trace)
         try:
             weights.rebind(new)
@@ -422,6 +434,8 @@ def test_ctrl_c_at_any_line_of_a_rebind_leaves_one_known_state(model, fresh, res
             sys.settrace(outer)
         assert weights.digest() == known[weights.state], f"line {n}"
         weights.rebind(old)
+        if restore == "images" and new in weights._images:
+            weights.forget(new)
     assert n > 100  # as many lines were interrupted
     assert (weights.state, weights.digest()) == (new, known[new])
 
@@ -510,8 +524,7 @@ def test_a_base_that_vanishes_in_the_middle_of_a_rebind_loses_the_weights(model,
         weights.load()
 
 
-@pytest.mark.parametrize("restore", EXACT)
-@pytest.mark.parametrize("kernel", sorted(KERNELS))
+@pytest.mark.parametrize(("kernel", "restore"), WAYS)
 @pytest.mark.parametrize(
     ("module", "std", "strength"),
     [
@@ -548,8 +561,9 @@ def test_values_that_were_not_finite_in_the_base_are_no_overflow(model):
     assert not weights.tensors[f"{PREFIX}b.weight"].isfinite().all()
 
 
-def test_views_handed_out_stay_valid(model):
-    weights = model.resident()
+@pytest.mark.parametrize("restore", [restore for restore in EXACT if restore != "images"])
+def test_views_handed_out_stay_valid(model, restore):
+    weights = model.resident(restore=restore)
     weights.load(BASE)
     view, row = weights.tensors[f"{PREFIX}a.weight"], weights.tensors[f"{PREFIX}a.weight"][3]
     for change in (weights.rebind, weights.load, weights.rebind):
@@ -595,9 +609,9 @@ def test_a_sharded_base_gives_the_single_files_bits(model, fresh, tmp_path, shar
     ("options", "message"),
     [
         ({"kernel": "tritn"}, "no kernel 'tritn'"),
-        ({"restore": "residual"}, "restore 'residual' has no implementation"),
-        ({"restore": "images"}, "restore 'images' has no implementation"),
-        ({"restore": "rereed"}, "restore 'rereed'.*choose from reread, host_snapshot"),
+        ({"restore": "rereed"}, "no restore 'rereed'.*'reread'.*choose from reread, host_snapsho"),
+        ({"restore": "residual", "kernel": "scalar"}, "kernel 'scalar' doesn't show its deltas"),
+        ({"rule": "R5"}, "no rounding rule 'R5'"),
         ({"restore": "device_snapshot"}, "on the CPU use 'host_snapshot'"),
         ({"device": "cpuu"}, "device 'cpuu'"),
         ({"device": "meta"}, "device 'meta'"),
@@ -617,28 +631,35 @@ def test_a_gpu_is_refused_where_there_is_none(model):
 @pytest.mark.parametrize("restore", [*EXACT, "subtract"])
 def test_too_little_memory_is_found_before_anything_is_read(model, monkeypatch, restore):
     weights = model.resident(restore=restore)
-    base_bytes = sum(spec.nbytes for spec in model.base.tensors)
-    need = resident_bytes(weights.touches, base_bytes, restore)
-    read_into = Checkpoint.read_into
-    monkeypatch.setattr(resident, "_available_bytes", lambda device: need - 1)
-    monkeypatch.setattr(Checkpoint, "read_into", lambda *args: pytest.fail("read"))
+    state = State(user=1.0)
+    need = weights.predicted_bytes([state])
+    monkeypatch.setattr(devices, "free_bytes", lambda device: need - 1)
+    monkeypatch.setattr(loading, "read_ahead", lambda reads: pytest.fail("read"))
     with pytest.raises(UnavailableError, match=f"needs {need:,} bytes .*{need - 1:,} are free"):
-        weights.load()
+        weights.load(state)
     assert_lost(weights)
-    monkeypatch.setattr(Checkpoint, "read_into", read_into)
-    monkeypatch.setattr(resident, "_available_bytes", lambda device: need)
-    weights.load()
+    monkeypatch.undo()
+    monkeypatch.setattr(devices, "free_bytes", lambda device: need)
+    weights.load(state)
+
+
+@pytest.mark.parametrize("restore", EXACT)
+def test_what_is_loaded_already_is_not_asked_for_again(model, monkeypatch, restore):
+    weights = model.resident("gemm", restore=restore)
+    weights.load(State(user=1.0))
+    monkeypatch.setattr(devices, "free_bytes", lambda device: 0)
+    weights.load(State(user=0.5))
 
 
 def test_a_system_that_does_not_tell_its_memory_is_trusted(model, monkeypatch):
-    monkeypatch.setattr(resident, "_available_bytes", lambda device: None)
+    monkeypatch.setattr(devices, "free_bytes", lambda device: None)
     model.resident().load()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/meminfo")
 def test_free_memory_is_less_than_the_machines():
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    free = resident._available_bytes(torch.device("cpu"))
+    free = devices.free_bytes(torch.device("cpu"))
     assert free is not None
     assert 0 < free < total
 

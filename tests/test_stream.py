@@ -309,7 +309,7 @@ def test_a_failure_anywhere_ends_the_threads_and_loses_the_state(
     hook.calls = 0
     owner, name = {
         "hook": (stream, "_view"),
-        "kernel": (gemm, "_add"),
+        "kernel": (gemm, "_deltas"),
         "read": (directio.os, "preadv"),
     }[where]
     with nothing_left():

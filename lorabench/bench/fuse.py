@@ -82,7 +82,7 @@ def _fuse(subject: Subject, folder: Path, rounds: int) -> Sequence[Result]:
     try:
         for _ in range(rounds):
             for name, part in parts.items():
-                _forget(inputs)
+                forget(inputs)
                 with Observer() as observer:
                     start = perf_counter()
                     rows = part.run()
@@ -149,7 +149,7 @@ def _cp(source: Path, out: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _forget(files: Iterable[Path]) -> None:
+def forget(files: Iterable[Path]) -> None:
     """Take files out of the page cache; what isn't on the disk yet is written first."""
     for file in files:
         with file.open("rb") as stream:

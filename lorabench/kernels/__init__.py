@@ -33,7 +33,7 @@ def _reference_tiles(rule: str) -> Tiles:
 
 _TILED: dict[str, Callable[[str], Tiles]] = {"reference": _reference_tiles, "gemm": gemm_tiles}
 
-KERNELS = ("reference", "scalar", "gemm")
+KERNELS = ("reference", "scalar", "gemm", "triton")
 
 
 def get_kernel(name: str, device: torch.device, rule: str = "R1") -> Kernel:
@@ -48,6 +48,10 @@ def get_kernel(name: str, device: torch.device, rule: str = "R1") -> Kernel:
         raise UnavailableError(
             f"no kernel '{name}'{did_you_mean(name, KERNELS)}; choose from {', '.join(KERNELS)}"
         )
+    if name == "triton":
+        from lorabench.kernels.triton_fuse import triton_kernel
+
+        return triton_kernel(device, rule)
     if name in _TILED:
         return get_tiles(name, device, rule).fuse
     if device.type != "cpu":
@@ -67,9 +71,13 @@ def get_tiles(name: str, device: torch.device, rule: str = "R1") -> Tiles:
     """
     if rule not in RULES:
         raise UnavailableError(f"no rounding rule '{rule}'; choose from {', '.join(RULES)}")
+    if name == "triton":
+        from lorabench.kernels.triton_fuse import triton_tiles
+
+        return triton_tiles(device, rule)
     if name not in _TILED:
         raise UnavailableError(
-            f"kernel '{name}' doesn't show its deltas; choose from {', '.join(_TILED)}"
+            f"kernel '{name}' doesn't show its deltas; choose from {', '.join(_TILED)}, triton"
         )
     return _TILED[name](rule)
 

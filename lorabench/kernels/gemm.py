@@ -67,7 +67,9 @@ def _deltas(products: "_Products", terms: Sequence[Term]) -> Iterator[Tensor]:
         for term in further:
             total = products.scaled(term, scratch.take("sum", shape, torch.float32))
             with scratch.span("add", nbytes=2 * total.nbytes + 2 * delta.nbytes):
-                delta.copy_(total.add_(delta))
+                # Operands of two dtypes would have torch allocate a copy of one.
+                wide = scratch.take("wide", shape, torch.float32).copy_(delta)
+                delta.copy_(total.add_(wide))
         yield delta
         return
     for term in terms:
@@ -148,17 +150,20 @@ class _Products(NamedTuple):
 
 @contextmanager
 def _f32_sums(device: torch.device) -> Iterator[None]:
-    """Keep cuBLAS from summing bf16 products in bf16, which its default allows."""
+    """Keep cuBLAS from summing bf16 products in bf16, which its default allows, and from TF32."""
     if device.type != "cuda":
         yield
         return
     matmul = torch.backends.cuda.matmul
-    before = matmul.allow_bf16_reduced_precision_reduction
-    tf32 = matmul.allow_tf32
+    reduced = (
+        matmul.allow_bf16_reduced_precision_reduction,
+        getattr(matmul, "allow_bf16_reduced_precision_reduction_split_k", True),
+    )
+    precision = matmul.fp32_precision
     matmul.allow_bf16_reduced_precision_reduction = False
-    matmul.allow_tf32 = False
+    matmul.fp32_precision = "ieee"
     try:
         yield
     finally:
-        matmul.allow_bf16_reduced_precision_reduction = before
-        matmul.allow_tf32 = tf32
+        matmul.allow_bf16_reduced_precision_reduction = reduced
+        matmul.fp32_precision = precision

@@ -60,11 +60,19 @@ class Tiles:
 
     def add(self, tile: Tensor, delta: Tensor, scratch: Scratch) -> None:
         """Write rb(tile + delta) to ``tile``; an f32 tile is rounded to bf16 by R1 only."""
+        shape = tuple(tile.shape)
         with scratch.span("add", nbytes=2 * tile.nbytes + delta.nbytes):
-            tile.add_(delta)
-            if self.rule == "R1" and tile.dtype != torch.bfloat16:
-                rounded = scratch.take("rounded", tuple(tile.shape), torch.bfloat16)
-                tile.copy_(rounded.copy_(tile))
+            if tile.dtype == delta.dtype:
+                tile.add_(delta)
+                return
+            # Operands of two dtypes would have torch allocate a copy of one.
+            wide = scratch.take("wide", shape, torch.float32)
+            if tile.dtype == torch.bfloat16:
+                tile.copy_(wide.copy_(tile).add_(delta))
+                return
+            tile.add_(wide.copy_(delta))
+            if self.rule == "R1":
+                tile.copy_(scratch.take("rounded", shape, torch.bfloat16).copy_(tile))
 
     def fuse(self, weight: Tensor, terms: Sequence[Term], scratch: Scratch) -> None:
         """Fuse the terms into base bits ``weight [out, in]``, in place."""
