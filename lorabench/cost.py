@@ -292,7 +292,10 @@ def _scratch_bytes(
                 ask("base", (2 if weight.dtype == "BF16" else 4) * tile)
                 ask("coding", _CODING_BYTES * min(tile, _CHUNK))
             for number, target in enumerate(targets[0 if f32_products else 1 :], not f32_products):
-                ask("sum", 4 * tile)
+                if number:
+                    ask("sum", 4 * tile)
+                else:
+                    ask("panel sum", 4 * rows * min(in_, _PANEL))
                 ask("wide b", 4 * rows * target.rank)
                 if (whole := 4 * target.rank * in_) <= _PREPARED_BYTES // len(targets):
                     ask(f"wide a {number}", whole)

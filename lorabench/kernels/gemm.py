@@ -18,7 +18,7 @@ MAX_ROWS = 1 << 13
 """Rows in a tile at most, so that its rows of B stay small however narrow the weight is."""
 
 PANEL = 1 << 10
-"""Columns of an f32 product: B's rows and a panel of A are then packed once and stay in cache."""
+"""Columns of an f32 product on a CPU: the product then stays in cache until it is rounded."""
 
 PREPARED_BYTES = 64 << 20
 """What the A of a weight's terms may take converted to f32; larger ones go panel by panel."""
@@ -109,17 +109,21 @@ class _Products(NamedTuple):
 
     def rounded(self, b: Tensor, a: Tensor, delta: Tensor) -> None:
         """Write rb(b @ a) of a bf16 ``b`` to ``delta``."""
-        if self.dtype == torch.bfloat16:
-            self._multiply(b, a, delta)
-            return
-        total = self.scratch.take("sum", tuple(delta.shape), torch.float32)
-        self._multiply(b, a, total)
-        with self.scratch.span("copy", nbytes=total.nbytes + delta.nbytes):
-            delta.copy_(total)
+        for left, b_, panel in self._panels(b, a, self.dtype):
+            part = delta[:, left : left + panel.shape[1]]
+            if self.dtype == torch.bfloat16:
+                self._multiply(b_, panel, part)
+                continue
+            # Gapless, and still in cache when it is rounded.
+            total = self.scratch.take("panel sum", tuple(part.shape), torch.float32)
+            self._multiply(b_, panel, total)
+            with self.scratch.span("copy", nbytes=total.nbytes + part.nbytes):
+                part.copy_(total)
 
     def scaled(self, term: Term, total: Tensor) -> Tensor:
         """Write s·(B @ A) to an f32 ``total``, and return it."""
-        self._multiply(term.pair.b, term.pair.a, total)
+        for left, b, panel in self._panels(term.pair.b, term.pair.a, torch.float32):
+            self._multiply(b, panel, total[:, left : left + panel.shape[1]])
         return total.mul_(term.factor)
 
     def converted(self, factor: Tensor, name: str, dtype: torch.dtype) -> Tensor:
@@ -132,20 +136,26 @@ class _Products(NamedTuple):
         with self.scratch.span("copy", nbytes=factor.nbytes + dtype.itemsize * factor.numel()):
             return self.scratch.take(name, tuple(factor.shape), dtype).copy_(factor)
 
-    def _multiply(self, b: Tensor, a: Tensor, product: Tensor) -> None:
-        """Write b @ a to ``product [rows, in]`` in its dtype, in panels where that is faster."""
-        b = self.converted(b, "wide_b", product.dtype)
+    def _panels(
+        self, b: Tensor, a: Tensor, dtype: torch.dtype
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Give b and columns of a, from which on, in a dtype; all at once where that is no slower.
+
+        That is on a GPU, and on a CPU in bf16; an A that is too large to be prepared comes apart.
+        """
+        b = self.converted(b, "wide_b", dtype)
+        prepared = self.prepares(a)
         in_ = a.shape[1]
-        width = in_ if a.dtype == product.dtype == torch.bfloat16 else PANEL
-        for left in range(0, in_, width):
-            panel = a[:, left : left + width]
-            if not self.prepares(a):
-                panel = self.converted(panel, "panel", product.dtype)
-            part = product[:, left : left + width]
-            nbytes = b.nbytes + panel.nbytes + part.nbytes
-            flops = 2 * part.numel() * len(a)
-            with self.scratch.span("product", nbytes, flops), _f32_sums(part.device):
-                torch.mm(b, panel, out=part)
+        whole = prepared and (dtype == torch.bfloat16 or a.device.type == "cuda")
+        for left in range(0, in_, in_ if whole else PANEL):
+            panel = a if whole else a[:, left : left + PANEL]
+            yield left, b, panel if prepared else self.converted(panel, "panel", dtype)
+
+    def _multiply(self, b: Tensor, a: Tensor, product: Tensor) -> None:
+        nbytes = b.nbytes + a.nbytes + product.nbytes
+        flops = 2 * product.numel() * len(a)
+        with self.scratch.span("product", nbytes, flops), _f32_sums(product.device):
+            torch.mm(b, a, out=product)
 
 
 @contextmanager
