@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from lorabench import records
+from lorabench.bench import restores_frame
 from lorabench.derive import first_tenth, hours
 from lorabench.geometry import load_geometry
 
@@ -190,4 +191,43 @@ def test_the_readmes_ratios_are_those_of_the_committed_fuse():
         f"**{ratio['read and fuse']:.2f} times** reading",
         f"{ratio['read and write']:.2f} times reading and writing",
         f"{ratio['cp']:.2f} times `cp`",
+    )
+
+
+def test_the_readmes_figures_of_the_engine_are_those_of_the_committed_records():
+    found = records.read(RECORDS / "amd-epyc-2c-avx2" / "engine.jsonl")
+    judged = restores_frame([r for r in found if r.case["bench"] == "restores"])
+    judged = judged.set_index("restore")
+    residual, snapshot = judged.loc["residual"], judged.loc["host_snapshot"]
+    [load] = [r for r in found if r.case.get("contender") == "fused load"]
+    peers = {
+        (
+            r.case["contender"],
+            r.case["mix"],
+            r.case["operation"],
+            "ceiling_fraction" in r.details,
+        ): r
+        for r in found
+        if r.case["bench"] == "peers" and "operation" in r.case
+    }
+    whole, ltx = peers["gemm", "whole", "fuse", True], ("ltx_core", "sample", "fuse")
+    peft = ("peft", "sample", "fuse")
+
+    def times(contender, steady):
+        return peers[*contender, steady].details["times_ours"]
+
+    worst = judged.memory_error.abs().max()
+    assert_told(
+        f"| **{whole.details['ceiling_fraction']:.2f}** | 0.93: missed |",
+        f"| {times(ltx, False):.0f}x, {times(ltx, True):.0f}x |",
+        f"| {times(peft, False):.2f}x, {times(peft, True):.2f}x |",
+        f"un-fuse over a plain fuse | **{residual.unfuse_over_fuse:.2f}** |",
+        f"entropy of what is kept: {residual.entropy_bits:.2f}) | {residual.bits:.2f} |",
+        f"bandwidth of a plain copy | {snapshot.bandwidth_share:.2f} |",
+        f"page cache hot | {load.details['ratio']:.2f} |",
+        f"off by | {worst:.1%} |",
+        f"of a pass | {judged.digest_over_pass.max():.2f} |",
+        f"pays at the fuse: {residual.fuse_s:.1f} s against {residual.plain_fuse_s:.1f} s",
+        f"keeps {residual.kept_bytes / 1e6:.0f} MB where a snapshot keeps "
+        f"{snapshot.kept_bytes / 1e9:.1f} GB",
     )

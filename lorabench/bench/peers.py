@@ -247,7 +247,7 @@ def _results(
         fractions = [flops / one.seconds / one.ceiling for one in kept if one.ceiling]
         if fractions:
             details["ceiling_fraction"] = median(fractions)
-        if device.type == "cpu":
+        if fractions and device.type == "cpu":  # in a first pass, kinds pay for others' memory
             details |= told_by_kind(mix.targets, kept, work)
         return Result(
             Samples(tuple(one.seconds for one in kept), tuple(one.seconds for one in warmups)),
