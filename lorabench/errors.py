@@ -37,5 +37,5 @@ class CheckError(LorabenchError):
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ``" (did you mean '...'?)"`` for the closest known word, or nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1)
+    close = difflib.get_close_matches(str(word), list(known), n=1)
     return f" (did you mean '{close[0]}'?)" if close else ""

@@ -108,7 +108,7 @@ class ResidentWeights:
         A rebind changes tensors in place, so that views of them stay valid and show the new state.
         Under restore ``images`` it changes none: what was taken from this mapping keeps the bits of
         the state that it was taken in, and the new state's tensors are in the mapping asked for
-        anew.
+        anew. Nobody but this object may write to them: under ``images`` what is written stays.
         """
         image = self._images.get(self.state)
         return MappingProxyType(self._tensors | image if image else self._tensors)
@@ -154,13 +154,25 @@ class ResidentWeights:
         """Return an adapter's loaded pairs, by the names of the weights that they touch.
 
         They are in bf16 where that is what the rule rounds them to first.
+
+        Raises
+        ------
+        ConfigError
+            No adapter of that name is bound.
         """
         _ = self.state
+        if role not in self._factors:
+            bound = ", ".join(self._factors) or "none"
+            raise ConfigError(f"no adapter '{role}' is bound; those that are: {bound}")
         return MappingProxyType(self._factors[role])
 
     def digest(self) -> str:
-        """Return a checksum of all bits, the same on every device."""
-        return digest(self.tensors)
+        """Return a checksum of all bits, the same on every device.
+
+        A load or rebind that another thread has begun is waited for.
+        """
+        with self._lock:
+            return digest(self.tensors)
 
     def load(self, state: State = BASE, after_weight: Callable[[str], None] = _ignore) -> Work:
         """Read base and factors, and fuse a state; also the way back from lost weights.

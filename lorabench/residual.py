@@ -114,6 +114,9 @@ class Residual:
             The setting is another one than a weight was fused under.
         """
         now = _setting(self._scratch.device)
+        settings = [fused.setting for fused in self._fused.values()]
+        one = all(setting == settings[0] for setting in settings)
+        remedy = "set it back, or call load()" if one else "others under another; call load()"
         for name, fused in self._fused.items():
             if changed := [key for key in now if fused.setting[key] != now[key]]:
                 was, is_now = (
@@ -122,8 +125,8 @@ class Residual:
                 )
                 raise UnavailableError(
                     f"restore 'residual': weight '{name}' was fused under {was}; now it is "
-                    f"{is_now}, under which its delta may come out otherwise; set it back, or "
-                    "call load() (nothing was written)"
+                    f"{is_now}, under which its delta may come out otherwise; {remedy} "
+                    "(nothing was written)"
                 )
 
     def fuse(self, name: str, weight: Tensor, terms: Sequence[Term]) -> Work:

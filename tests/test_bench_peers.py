@@ -242,3 +242,10 @@ def test_other_threads_and_budgets_are_other_cases(subject):
     ways = [(1, 60.0), (2, 60.0), (1, 30.0)]
     cases = [bench.peers_case(subject, "distilled", ("gemm",), *way) for way in ways]
     assert len({records.key(case.what) for case in cases}) == len(ways)
+
+
+@pytest.mark.parametrize("threads", [0, 100_000])
+def test_more_threads_than_cores_are_refused(files, threads):
+    subject = bench.Subject(files.base, files.adapters)
+    with pytest.raises(ConfigError, match=f"this machine's cores, found {threads}"):
+        bench.peers_case(subject, "distilled", threads=threads)

@@ -188,3 +188,9 @@ def test_figures_say_the_numbers_and_use_traces_that_the_page_draws(recorded):
     for name in RESTORES:
         assert f"{name}: fuse " in drawn.layout.meta["alt"]
     assert "kept, entropy" in bits.layout.meta["alt"]
+
+
+@pytest.mark.parametrize("strength", [0.0, float("nan"), 1e300])
+def test_a_strength_that_cant_be_measured_is_refused(files, strength):
+    with pytest.raises(ConfigError, match="expected a strength other than 0"):
+        restores.restores_case(bench.Subject(files.base, files.adapters), "reread", strength)

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import shutil
 import sys
 import threading
@@ -742,3 +743,40 @@ def test_a_second_load_counts_what_it_reads_and_no_factors_again(model):
     weights = model.resident()
     factors = sum(adapter.factor_bytes for adapter in model.adapters.values())
     assert weights.load(BASE).file_bytes - weights.load(BASE).file_bytes == factors
+
+
+def test_a_digest_waits_for_a_rebind_that_another_thread_has_begun(base, adapters):
+    """It is that of one state, never of weights on their way."""
+    weights = ResidentWeights(base, adapters)
+    weights.load()
+    begun, asked = threading.Event(), threading.Event()
+    found = []
+
+    def ask():
+        begun.wait()
+        asked.set()
+        found.append(weights.digest())
+
+    def hook(name):
+        begun.set()
+        asked.wait()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    weights.rebind(State(distilled=1.0), hook)
+    thread.join()
+    assert found == [weights.digest()]
+
+
+def test_the_factors_of_an_adapter_that_isnt_bound_are_refused(base, adapters):
+    weights = ResidentWeights(base, adapters)
+    weights.load()
+    with pytest.raises(ConfigError, match="no adapter 'typo' is bound; those that are: user"):
+        weights.factors("typo")
+
+
+@pytest.mark.parametrize("field", ["kernel", "restore", "rule"])
+@pytest.mark.parametrize("wrong", [None, 3, []])
+def test_what_is_no_name_is_refused_as_an_unknown_name_is(base, field, wrong):
+    with pytest.raises(UnavailableError, match=re.escape(f"'{wrong}'")):
+        ResidentWeights(base, **{field: wrong})

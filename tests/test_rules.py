@@ -190,3 +190,19 @@ def test_a_frame_of_the_matrix_has_a_row_for_every_pair(tmp_path):
     assert len(frame) == 2 * 6
     assert {"strength", "ratio", "first", "second", "differing_share", *rules.ULPS} <= {*frame}
     assert set(frame.provenance) == {"measured"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"strengths": [float("nan")]},
+        {"strengths": [1e300]},
+        {"ratios": [float("inf")]},
+        {"ratios": [-0.1]},
+        {"side": 0},
+        {"side": 10**7},
+    ],
+)
+def test_what_cant_be_compared_is_refused_before_anything_runs(wrong):
+    with pytest.raises(ConfigError, match="expected strengths from"):
+        rules.rules_case(**wrong)

@@ -5,6 +5,7 @@ do in those same seconds. A contender's first pass, which allocates what later o
 fresh process each time.
 """
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -68,12 +69,15 @@ def peers_case(
     Raises
     ------
     ConfigError
-        No contenders.
+        No contenders, or more threads than cores.
     UnavailableError
         A contender that isn't known, or isn't here.
     """
     if not contenders:
         raise ConfigError("contenders: expected one or more, found none; name some")
+    cores = os.cpu_count() or 1
+    if not 1 <= threads <= cores:
+        raise ConfigError(f"threads: expected 1 to {cores}, this machine's cores, found {threads}")
     for name in contenders:
         rule_of(name, torch.device(subject.device))
     what = {
@@ -247,8 +251,10 @@ def _results(
         fractions = [flops / one.seconds / one.ceiling for one in kept if one.ceiling]
         if fractions:
             details["ceiling_fraction"] = median(fractions)
-        if fractions and device.type == "cpu":  # in a first pass, kinds pay for others' memory
+        if device.type == "cpu":
             details |= told_by_kind(mix.targets, kept, work)
+            if not fractions:  # in a first pass one kind pays for memory that others use
+                del details["weighted_gflops_per_s"]
         return Result(
             Samples(tuple(one.seconds for one in kept), tuple(one.seconds for one in warmups)),
             check=check,

@@ -34,6 +34,7 @@ STRENGTHS = (0.2, 1.0, 2.0, 6.0, 20.0)
 
 OPERATIONS = ("fuse", "rebind", "unfuse")
 
+_MOST_STRENGTH = 1e6
 _OTHER = 0.8  # of the strengths: no power of two, so that products round otherwise
 
 
@@ -59,13 +60,13 @@ def restores_case(
     UnavailableError
         There is no such restore on the subject's device.
     ConfigError
-        A strength of 0, or no round.
+        A strength of 0 or one that would overflow, or no round.
     """
     check_restore(restore, torch.device(subject.device))
-    if not strength or repetitions < 1:
+    if not 0 < abs(strength) <= _MOST_STRENGTH or repetitions < 1:
         raise ConfigError(
-            f"restore '{restore}': expected a strength and at least one repetition, found "
-            f"{strength:g} and {repetitions}"
+            f"restore '{restore}': expected a strength other than 0, {_MOST_STRENGTH:g} at most, "
+            f"and at least one repetition, found {strength:g} and {repetitions}"
         )
     what = {
         "bench": "restores",

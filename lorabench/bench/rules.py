@@ -31,6 +31,8 @@ ULPS = ("1", "2", "3-4", "5-8", "9-16", "more")
 
 _RANK = 64
 _SEED = 0
+_MOST = 1e6  # of a strength or ratio
+_MOST_SIDE = 1 << 14  # of which all rules and peers together take some 20 GB
 
 
 def rules_case(
@@ -54,13 +56,21 @@ def rules_case(
     Raises
     ------
     ConfigError
-        No strength, no ratio, or one that isn't positive.
+        No strength or no ratio, one that can't be measured, or a side that can't.
     UnavailableError
         A peer that isn't known or isn't installed.
     """
-    if not strengths or not ratios or min(ratios) <= 0:
+    # Products far beyond what a weight can be overflow, and say nothing of rounding.
+    if (
+        not strengths
+        or not ratios
+        or not all(abs(strength) <= _MOST for strength in strengths)
+        or not all(0 < ratio <= _MOST for ratio in ratios)
+        or not 1 <= side <= _MOST_SIDE
+    ):
         raise ConfigError(
-            f"expected strengths, and ratios above 0; found {list(strengths)} and {list(ratios)}"
+            f"expected strengths from -{_MOST:g} to {_MOST:g}, ratios above 0 and up to {_MOST:g}, "
+            f"and a side from 1 to {_MOST_SIDE}; found {list(strengths)}, {list(ratios)}, {side}"
         )
     here = tuple(name for name, peer in PEERS.items() if peer.here) if peers is None else peers
     for name in here:

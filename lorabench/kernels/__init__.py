@@ -69,8 +69,10 @@ def get_tiles(name: str, device: torch.device, rule: str = "R1") -> Tiles:
     UnavailableError
         No such rule, or a kernel that doesn't show its deltas.
     """
-    if rule not in RULES:
-        raise UnavailableError(f"no rounding rule '{rule}'; choose from {', '.join(RULES)}")
+    if rule not in list(RULES):
+        raise UnavailableError(
+            f"no rounding rule '{rule}'{did_you_mean(rule, RULES)}; choose from {', '.join(RULES)}"
+        )
     if name == "triton":
         from lorabench.kernels.triton_fuse import triton_tiles
 
