@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lorabench import records
-from lorabench.bench import restores_frame
+from lorabench.bench import accounts_frame, restores_frame, rules_frame
 from lorabench.derive import first_tenth, hours
 from lorabench.geometry import load_geometry
 
@@ -216,12 +216,36 @@ def test_the_readmes_figures_of_the_engine_are_those_of_the_committed_records():
     def times(contender, steady):
         return peers[*contender, steady].details["times_ours"]
 
+    def seconds_of(restore, contender):
+        [record] = [
+            r for r in found
+            if r.case.get("restore") == restore and r.case.get("contender") == contender
+        ]  # fmt: skip
+        return record.seconds
+
+    rounds = [
+        mine / plain
+        for mine, plain in zip(
+            seconds_of("residual", "unfuse"), seconds_of("residual", "plain fuse"), strict=True
+        )
+    ]
+    accounts = accounts_frame([r for r in found if r.case["bench"] == "restores"])
+    fuse = accounts[(accounts.restore == "host_snapshot") & (accounts.operation == "fuse")]
+    parts, spent = fuse.groupby("part").seconds.sum(), fuse.seconds.sum()
+    rate = fuse.flops.sum() / parts["product"] / 1e9
+    pairs = rules_frame([r for r in found if r.case["bench"] == "rules"])
+    pairs = pairs.set_index(["first", "second", "strength", "ratio"]).differing_share
+    r1_r4 = pairs["R1", "R4", 0.8, 0.05]
     worst = judged.memory_error.abs().max()
     assert_told(
         f"| **{whole.details['ceiling_fraction']:.2f}** | 0.93: missed |",
         f"| {times(ltx, False):.0f}x, {times(ltx, True):.0f}x |",
         f"| {times(peft, False):.2f}x, {times(peft, True):.2f}x |",
-        f"un-fuse over a plain fuse | **{residual.unfuse_over_fuse:.2f}** |",
+        f"un-fuse over a plain fuse | **{residual.unfuse_over_fuse:.2f}**, of two rounds at "
+        f"{rounds[0]:.2f} and {rounds[1]:.2f} |",
+        f"it is {parts['product'] / spent:.0%} of a fuse, at {rate:.0f} GFLOP/s; rounding and "
+        f"other copies are {parts['copy'] / spent:.0%}, adding {parts['add'] / spent:.0%}.",
+        f"R1 from R4 in {r1_r4:.1%} at strength 0.8",
         f"entropy of what is kept: {residual.entropy_bits:.2f}) | {residual.bits:.2f} |",
         f"bandwidth of a plain copy | {snapshot.bandwidth_share:.2f} |",
         f"page cache hot | {load.details['ratio']:.2f} |",
