@@ -213,11 +213,12 @@ def parse_stacks(text: str) -> dict[tuple[str, ...], int]:
     -------
     dict
         Stack -> how often it was written. Frames are ``module:function:line``, innermost first; a
-        file that is no module's stands under its name. Stacks of `visible` itself are left out.
+        file that is no module's stands under its name. Stacks of this module, which are of telling
+        and of waiting for the observer, are left out.
     """
     _, *parts = text.split(_STACK)
     stacks = (tuple(_frames(part)) for part in parts)
-    own = f"{__name__}:{visible.__name__}:"
+    own = f"{__name__}:"
     return dict(Counter(s for s in stacks if not any(frame.startswith(own) for frame in s)))
 
 

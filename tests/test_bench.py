@@ -262,11 +262,10 @@ def whole(files, tmp_path_factory):
 
 def test_a_pass_is_broken_off_after_its_budget(broken_off):
     assert broken_off.case["budget_seconds"] == 1.0
-    assert broken_off.seconds[0] >= 1.0
     assert broken_off.counted["flops"] < broken_off.counted["pass_flops"]
     steps = broken_off.details["progress"]
     assert steps[-1]["flops"] == broken_off.counted["flops"]
-    assert steps[-1]["seconds"] == pytest.approx(broken_off.seconds[0], rel=0.05)
+    assert 1.0 <= steps[-1]["seconds"] <= broken_off.seconds[0]
     for name in ("seconds", "flops", "weights"):
         assert all(a[name] < b[name] for a, b in pairwise(steps))
 

@@ -528,7 +528,7 @@ def test_killed_at_ten_random_moments_and_resumed_it_has_the_same_bits(
         [sys.executable, "-c", KILLED, str(path), str(out), *inputs],
         capture_output=True,
         text=True,
-        timeout=40,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     journals, resumed = json.loads(done.stdout)

@@ -77,10 +77,12 @@ def test_memory_and_cpu_time_are_those_of_the_window_and_of_nothing_around_it(wa
 def test_every_stack_is_of_the_line_at_work_with_its_callers_after_it(watched):
     stacks = watched[1].observation.stacks
     assert sum(stacks.values()) >= 3
-    lines = {stack[0].rpartition(":")[0] for stack in stacks}
-    assert f"{__name__}:spin" in lines
-    assert lines <= {f"{__name__}:{at}" for at in ("spin", "touched", "work")}
+    assert any(stack[0].startswith(f"{__name__}:spin:") for stack in stacks)
     for stack in stacks:
+        # At the window's edges its ``with`` statement may be at work.
+        inner, *_ = (frame for frame in stack if not frame.startswith("contextlib:"))
+        module, function, _ = inner.split(":")
+        assert (module, function in ("spin", "touched", "work")) == (__name__, True)
         assert any(frame.startswith(f"{__name__}:work:") for frame in stack)
         assert any(frame.startswith("lorabench.alone:_answer:") for frame in stack)
 
@@ -93,9 +95,10 @@ def keep_the_lock(folder: Path) -> None:
 def test_native_code_that_keeps_the_interpreter_lock_is_seen_at_work(tmp_path):
     with Watch(tmp_path, interval_seconds=0.02) as watch:
         alone(keep_the_lock, tmp_path)
-    [(stack, seen)] = watch.observation.stacks.items()
-    assert stack[0].startswith(f"{__name__}:keep_the_lock:")
-    assert seen >= 3
+    stacks = watch.observation.stacks
+    at_work = f"{__name__}:keep_the_lock:"
+    assert sum(seen for stack, seen in stacks.items() if stack[0].startswith(at_work)) >= 3
+    assert all(any(frame.startswith(at_work) for frame in stack) for stack in stacks)
 
 
 def look_in(folder: Path) -> None:
@@ -105,10 +108,10 @@ def look_in(folder: Path) -> None:
 
 
 def test_a_window_shorter_than_the_interval_is_seen_from_begin_to_end(tmp_path):
-    with Watch(tmp_path, interval_seconds=0.5) as watch:
+    with Watch(tmp_path, interval_seconds=2.0) as watch:  # a stalled machine is slow to look in
         alone(look_in, tmp_path)
     seen = watch.observation
-    assert 0 < seen.seconds < 0.5
+    assert 0 < seen.seconds < 2.0
     assert seen.times == (0.0, seen.seconds)
     assert len(watch.steps) == 1
     assert sum(seen.thread_cpu.values()) * seen.seconds < 0.1
@@ -177,7 +180,11 @@ def test_stacks_are_counted_and_their_files_told_as_modules():
     )
     other = f'Stack (most recent call first):\n  File "{__file__}", line 3 in a b\n  ...\n'
     waiting = f'Stack (most recent call first):\n  File "{outside.__file__}", line 9 in visible\n'
-    assert parse_stacks(one + other + waiting + one) == {
+    telling = (
+        'Stack (most recent call first):\n  File "encoder.py", line 3 in encode\n'
+        f'  File "{outside.__file__}", line 9 in tell\n  File "{__file__}", line 3 in work\n'
+    )
+    assert parse_stacks(one + other + waiting + telling + one) == {
         (
             "lorabench.kernels.scalar:fuse_scalar:107",
             "lorabench.kernels:_fuse_scalar:???",

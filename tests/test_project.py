@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 import zipfile
 from pathlib import Path
@@ -66,12 +67,21 @@ def test_the_wheel_holds_no_tests_notebooks_or_records(installed):
     assert not list(installed.rglob("*.jsonl"))
 
 
-def request(base, token, path, data=None):
+def request(base, token, path, data=None, patience_seconds=0):
     asked = urllib.request.Request(
         f"{base}{path}", data=data, headers={"Authorization": f"token {token}"}
     )
-    with urllib.request.urlopen(asked, timeout=30) as answer:
-        return json.loads(answer.read())
+    deadline = time.monotonic() + patience_seconds
+    while True:
+        try:
+            with urllib.request.urlopen(asked, timeout=30) as answer:
+                return json.loads(answer.read())
+        except urllib.error.HTTPError:
+            raise
+        except urllib.error.URLError:  # nobody listens, or not yet
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
 
 
 def test_jupyterlab_starts_and_runs_the_package_in_its_kernel(tmp_path):
@@ -89,7 +99,8 @@ def test_jupyterlab_starts_and_runs_the_package_in_its_kernel(tmp_path):
         server = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream)
     try:
         base = wait_for_address(server, log)
-        names = {item["name"] for item in request(base, token, "/api/contents")["content"]}
+        contents = request(base, token, "/api/contents", patience_seconds=60)["content"]
+        names = {item["name"] for item in contents}
         assert "01_reproduce_the_issue.ipynb" in names
         kernel = request(base, token, "/api/kernels", b"{}")
         connection = tmp_path / "JUPYTER_RUNTIME_DIR" / f"kernel-{kernel['id']}.json"
@@ -102,8 +113,9 @@ def test_jupyterlab_starts_and_runs_the_package_in_its_kernel(tmp_path):
 def wait_for_address(server, log):
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and server.poll() is None:
-        if found := re.search(r"http://127\.0\.0\.1:\d+", log.read_text()):
-            return found[0]
+        # As far as the slash: what was written of the log may end within the port.
+        if found := re.search(r"(http://127\.0\.0\.1:\d+)/", log.read_text()):
+            return found[1]
         time.sleep(0.2)
     raise AssertionError(f"JupyterLab did not start:\n{log.read_text()}")
 
