@@ -9,6 +9,7 @@ from pathlib import Path
 from lorabench.checkpoint import Checkpoint
 from lorabench.errors import ConfigError, FileError, did_you_mean
 from lorabench.geometry import Geometry, from_tensors, geometry_names, load_geometry
+from lorabench.keys import is_adapters
 from lorabench.synthetic import SIZES
 
 
@@ -82,6 +83,31 @@ def parse_adapters(texts: Iterable[str]) -> dict[str, tuple[Path, float]]:
     return named
 
 
+def parse_alphas(texts: Iterable[str], known: Iterable[str]) -> dict[str, float]:
+    """Read alphas, ``name=alpha``, by the adapters' names.
+
+    Raises
+    ------
+    ConfigError
+        A text has another form, or names an adapter that isn't there.
+    """
+    alphas: dict[str, float] = {}
+    known = list(known)
+    for text in texts:
+        name, equals, alpha = text.rpartition("=")
+        try:
+            alphas[name] = float(alpha)
+        except ValueError:
+            equals = ""
+        if not equals:
+            raise ConfigError(f"--alpha {text}: expected name=alpha, the alpha a number")
+        if name not in known:
+            raise ConfigError(
+                f"--alpha {text}{did_you_mean(name, known)}: the adapters are {', '.join(known)}"
+            )
+    return alphas
+
+
 def parse_blocks(text: str) -> int | None:
     """Read a number of blocks; None for ``all``, connectors included.
 
@@ -142,7 +168,7 @@ def find_geometry(
 
 def holds_adapter(checkpoint: Checkpoint) -> bool:
     """Tell an adapter from a base by its names."""
-    return any("lora_" in name for name in checkpoint.entries)
+    return any(is_adapters(name) for name in checkpoint.entries)
 
 
 def check_records_file(path: Path) -> None:

@@ -9,7 +9,8 @@ from torch import Tensor
 from lorabench.adapter import Adapter
 from lorabench.checkpoint import Checkpoint
 from lorabench.errors import CheckError
-from lorabench.fuse import Pair, Term, reference_fuse
+from lorabench.fuse import Pair, Term, as_matrix, reference_fuse
+from lorabench.loading import read_factors
 from lorabench.recipe import State
 from lorabench.resident import ResidentWeights
 
@@ -17,20 +18,29 @@ CHECKED_WEIGHTS = 3
 CHECKED_ROWS = 256  # of each: the check must not be the peak of memory that is reported
 
 
-def weights_to_check(adapters: Mapping[str, Adapter]) -> list[str]:
-    """Name a few of the weights that adapters touch, from the smallest to the largest."""
-    sizes = {p.weight.name: p.weight.params for a in adapters.values() for p in a.pairs}
-    by_size = sorted(sizes, key=lambda name: (sizes[name], name))
+def rows_to_check(adapters: Mapping[str, Adapter]) -> dict[str, range]:
+    """Choose a few of the weights that adapters touch, from the smallest to the largest.
+
+    Of each there are the first rows from the first that is touched.
+    """
+    weights = {p.weight.name: p.weight for a in adapters.values() for p in a.pairs}
+    by_size = sorted(weights, key=lambda name: (weights[name].params, name))
     last = CHECKED_WEIGHTS - 1
-    return list(
-        dict.fromkeys(by_size[round(i * (len(by_size) - 1) / last)] for i in range(last + 1))
-    )
+    chosen = [by_size[round(i * (len(by_size) - 1) / last)] for i in range(last + 1)]
+    tops = {
+        name: min(p.top for a in adapters.values() for p in a.pairs if p.weight.name == name)
+        for name in chosen
+    }
+    return {
+        name: range(top, min(top + CHECKED_ROWS, weights[name].shape[0]))
+        for name, top in tops.items()
+    }
 
 
 def check_rows(
     fused: Mapping[str, Tensor], base: Checkpoint, adapters: Mapping[str, Adapter], state: State
 ) -> str:
-    """Hold the first rows of fused weights against the reference; say how it came out.
+    """Hold the :func:`rows_to_check` of fused weights against the reference; say how it came out.
 
     Where sums aren't exact, two kernels may add in another order: a value may differ by an ulp, or
     by what the summation error bound allows.
@@ -42,28 +52,33 @@ def check_rows(
     """
     if not state:
         return "base state: nothing fused to compare"
-    shares = []
+    shares = [0.0]
+    wanted = rows_to_check(adapters)
     pairs = {role: _pairs(adapters[role], fused) for role in state}
-    for name, rows in fused.items():
+    for name, values in fused.items():
+        rows = wanted[name]
         terms = [
-            Term(pair._replace(b=pair.b[: len(rows)]), strength)
+            Term(pair, strength).within(rows)
             for role, strength in state.items()
-            if (pair := pairs[role].get(name))
+            for pair in pairs[role].get(name, ())
         ]
-        shares.append(compare(rows.cpu(), base.read(name)[: len(rows)], terms, where=name))
-    return f"{len(shares)} weights within the reference's bound, {max(shares):.1e} of values differ"
+        before = base.read(name)[rows.start : rows.stop]
+        shares.append(compare(as_matrix(values.cpu()), as_matrix(before), terms, where=name))
+    return f"{len(fused)} weights within the reference's bound, {max(shares):.1e} of values differ"
 
 
 def check_against_reference(weights: ResidentWeights) -> str:
     """Hold a few resident weights against the reference, as :func:`check_rows` does."""
-    names = weights_to_check(weights.adapters)
-    fused = {name: weights.tensors[name][:CHECKED_ROWS] for name in names}
+    fused = {
+        name: weights.tensors[name][rows.start : rows.stop]
+        for name, rows in rows_to_check(weights.adapters).items()
+    }
     return check_rows(fused, weights.base, weights.adapters, weights.state)
 
 
-def _pairs(adapter: Adapter, names: Container[str]) -> dict[str, Pair]:
+def _pairs(adapter: Adapter, names: Container[str]) -> dict[str, tuple[Pair, ...]]:
     mine = tuple(pair for pair in adapter.pairs if pair.weight.name in names)
-    return replace(adapter, pairs=mine).load()
+    return read_factors(replace(adapter, pairs=mine))
 
 
 def compare(
@@ -79,13 +94,16 @@ def compare(
     expected = reference_fuse(base, terms, rule)
     bound = torch.zeros(base.shape)
     for pair, strength in terms:
-        rank = pair.a.shape[0]
-        error = abs(strength * pair.scale) * rank * 2.0**-24
-        bound += error * (pair.b.float().abs() @ pair.a.float().abs())
+        if pair.a is not None:
+            error = abs(strength * pair.scale) * len(pair.a) * 2.0**-24
+            product = pair.b.float().abs() @ pair.a.float().abs()
+            bound[pair.rows.start : pair.rows.stop] += error * product
     # An ulp of the delta, when its rounding falls to the other side, and one of the weight.
     size = torch.maximum(expected.float().abs(), base.float().abs())
     delta = (expected.float() - base.float()).abs() + bound
     bound += 2 * (_ulp(size) + _ulp(delta))
+    if base.dtype == torch.float16:
+        bound += 2 * torch.finfo(torch.float16).smallest_normal * 2.0**-10  # steps near 0
     # What the base had of infinities and NaN stays, and can't be subtracted.
     same = (fused == expected) | (fused.isnan() & expected.isnan())
     off = (fused.float() - expected.float()).abs()

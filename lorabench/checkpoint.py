@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from lorabench.errors import FileError
+from lorabench.foreign import other_format
 from lorabench.geometry import TensorSpec
-from lorabench.header import Entry, encode_header, parse_json, read_header
+from lorabench.header import Entry, encode_header, read_header, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -66,16 +67,21 @@ class Checkpoint:
 
     @classmethod
     def _open_shards(cls, index: Path) -> "Checkpoint":
-        try:
-            weight_map: dict[str, str] = parse_json(index.read_bytes(), index)["weight_map"]
-            shards = {name: index.parent / shard for name, shard in weight_map.items()}
-        except OSError as error:
-            raise FileError(f"{index}: can't be read: {error.strerror}") from error
-        except (KeyError, TypeError, AttributeError) as error:
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(shard, str) for shard in weight_map.values()
+        ):
             raise FileError(
                 f"{index}: expected an object 'weight_map' of tensor names to shard files, "
                 f"as 'save_pretrained' writes it"
-            ) from error
+            )
+        for name, shard in weight_map.items():
+            if PurePath(shard).is_absolute() or ".." in PurePath(shard).parts:
+                raise FileError(
+                    f"{index}: places tensor '{name}' in '{shard}', outside the index's folder; "
+                    f"put the shards beside the index"
+                )
+        shards = {name: index.parent / shard for name, shard in weight_map.items()}
         headers, stamps = {}, {}
         for shard in dict.fromkeys(shards.values()):
             try:
@@ -119,11 +125,15 @@ class Checkpoint:
 
     def read(self, name: str) -> "torch.Tensor":
         """Read a tensor into fresh memory."""
+        return self.read_entry(self.entries[name])
+
+    def read_entry(self, entry: Entry) -> "torch.Tensor":
+        """Read what an entry describes, a tensor or rows of one, into fresh memory."""
         import torch
 
-        spec = self.entries[name].spec
+        spec = entry.spec
         tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="cpu")
-        self.read_into(name, tensor)
+        self._fill(entry, tensor)
         return tensor
 
     def read_into(self, name: str, tensor: "torch.Tensor") -> None:
@@ -134,15 +144,19 @@ class Checkpoint:
         FileError
             The file changed since it was opened, ended early, or can't be read.
         """
-        import torch
-
-        spec, file, offset = (entry := self.entries[name]).spec, entry.file, entry.offset
-        assert tensor.shape == spec.shape
-        assert tensor.dtype == torch_dtype(spec.dtype)
+        entry = self.entries[name]
+        assert tensor.shape == entry.spec.shape
+        assert tensor.dtype == torch_dtype(entry.spec.dtype)
         assert tensor.is_contiguous()
         if tensor.device.type != "cpu":
-            tensor.copy_(self.read(name))
+            tensor.copy_(self.read_entry(entry))
             return
+        self._fill(entry, tensor)
+
+    def _fill(self, entry: Entry, tensor: "torch.Tensor") -> None:
+        import torch
+
+        name, file, offset = entry.spec.name, entry.file, entry.offset
         view = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
         if _stamp(file) != self.stamps[file]:
             raise FileError(f"{file}: changed since it was opened; open it again")
@@ -308,11 +322,18 @@ def stamp_of(status: os.stat_result) -> Stamp:
 
 
 def _only_checkpoint_in(folder: Path) -> Path:
-    for pattern in ("*.safetensors.index.json", "*.safetensors"):
-        found = sorted(folder.glob(pattern))
+    try:
+        inside = sorted(folder.iterdir())
+    except OSError as error:
+        raise FileError(f"{folder}: can't be read: {error.strerror}") from error
+    for suffix in (".safetensors.index.json", ".safetensors"):
+        found = [file for file in inside if file.name.endswith(suffix)]
         if len(found) == 1:
             return found[0]
         if found:
             names = ", ".join(f.name for f in found)
             raise FileError(f"{folder}: holds several checkpoints ({names}); name one of them")
-    raise FileError(f"{folder}: holds no .safetensors file and no .safetensors.index.json")
+    others = (f"; {file.name} is {what}" for file in inside if (what := other_format(file)))
+    raise FileError(
+        f"{folder}: holds no .safetensors file and no .safetensors.index.json{next(others, '')}"
+    )

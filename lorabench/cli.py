@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 
 from lorabench.cli_bench import bench
 from lorabench.cli_claims import claims
+from lorabench.cli_options import AllowSkip, AllowUnmatched
 from lorabench.cli_report import report
 from lorabench.cli_stream import fuse, walk
 from lorabench.errors import CheckError, ConfigError, FileError, LorabenchError
@@ -162,26 +163,41 @@ def inspect(
             metavar="BASE", help="Hold the adapter against this: a template's name or a checkpoint."
         ),
     ] = None,
-    allow_unmatched: Annotated[
-        bool, typer.Option("--allow-unmatched", help="Accept modules that the base lacks.")
-    ] = False,
+    allow_unmatched: AllowUnmatched = False,
+    allow_skip: AllowSkip = False,
+    alpha: Annotated[
+        float | None,
+        typer.Option(
+            metavar="ALPHA", help="Of an adapter that doesn't tell it; by default its rank."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Tell from its headers what a base or an adapter holds, and what that touches."""
     from lorabench.adapter import Adapter
+    from lorabench.adapter_file import AdapterFile
     from lorabench.arguments import find_geometry, holds_adapter
     from lorabench.checkpoint import Checkpoint
     from lorabench.describe import describe_adapter, describe_base, describe_match
     from lorabench.tables import inspect_text
 
     if holds_adapter(checkpoint := Checkpoint.open(path)):
-        fields = describe_adapter(path)
+        fields = describe_adapter(AdapterFile.open(path, allow_skip=True, alpha=alpha))
         if base is not None:
             geometry = find_geometry(base)
-            adapter = Adapter.open(path, geometry.tensors, allow_unmatched=allow_unmatched)
+            adapter = Adapter.open(
+                path,
+                geometry.tensors,
+                allow_unmatched=allow_unmatched,
+                allow_skip=allow_skip,
+                alpha=alpha,
+            )
             fields["base"] = describe_match(adapter, geometry)
-    elif base is not None or allow_unmatched:
-        raise ConfigError(f"{path}: is a base; --base and --allow-unmatched go with an adapter")
+    elif base is not None or allow_unmatched or allow_skip or alpha is not None:
+        raise ConfigError(
+            f"{path}: is a base; --base, --allow-unmatched, --allow-skip and --alpha go with an "
+            f"adapter"
+        )
     else:
         fields = describe_base(checkpoint)
     if as_json:

@@ -47,6 +47,13 @@ Renders = Annotated[int, typer.Option(metavar="N", min=1, help="How many renders
 OnDevice = Annotated[Device, typer.Option("--device", help="Where the weights live.")]
 Scratch = Annotated[Path, typer.Option(metavar="FOLDER", help="Where sample weights are kept.")]
 Out = Annotated[Path, typer.Option(metavar="FILE", help="The file that records are added to.")]
+AllowUnmatched = Annotated[
+    bool, typer.Option("--allow-unmatched", help="Accept modules that the base lacks.")
+]
+AllowSkip = Annotated[
+    bool,
+    typer.Option("--allow-skip", help="Leave out modules of a kind that isn't applied."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the records as JSON lines.")]
 
 IN_SCRATCH, RECORDS = Path("scratch"), Path("scratch/records.jsonl")

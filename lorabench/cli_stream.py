@@ -12,6 +12,8 @@ from lorabench.cli_options import (
     IN_SCRATCH,
     RECORDS,
     Adapters,
+    AllowSkip,
+    AllowUnmatched,
     Base,
     Device,
     Json,
@@ -44,9 +46,16 @@ def fuse(
             help="The new file, .safetensors; for a base in shards, the new folder.",
         ),
     ],
-    allow_unmatched: Annotated[
-        bool, typer.Option("--allow-unmatched", help="Accept modules that the base lacks.")
-    ] = False,
+    allow_unmatched: AllowUnmatched = False,
+    allow_skip: AllowSkip = False,
+    alphas: Annotated[
+        list[str],
+        typer.Option(
+            "--alpha",
+            metavar="NAME=ALPHA",
+            help="Of an adapter that doesn't tell it, by its file's stem; by default its rank.",
+        ),
+    ] = [],  # noqa: B006
     rule: Annotated[
         str,
         typer.Option(metavar="R1|R2|R3|R4", help="How sums are rounded: R1 as LTX-2, R4 once."),
@@ -63,18 +72,28 @@ def fuse(
     Broken off, the same command goes on where it stopped.
     """
     from lorabench.adapter import Adapter
-    from lorabench.arguments import parse_adapters
+    from lorabench.arguments import parse_adapters, parse_alphas
     from lorabench.checkpoint import Checkpoint
     from lorabench.fusedfile import fuse_file
     from lorabench.recipe import State
-    from lorabench.tables import fused_text
+    from lorabench.tables import fused_text, left_out_text
 
     files = parse_adapters(adapters)
+    told = parse_alphas(alphas, files)
     opened = Checkpoint.open(base)
     bound = {
-        name: Adapter.open(path, opened.tensors, allow_unmatched=allow_unmatched)
+        name: Adapter.open(
+            path,
+            opened.tensors,
+            allow_unmatched=allow_unmatched,
+            allow_skip=allow_skip,
+            alpha=told.get(name),
+        )
         for name, (path, _) in files.items()
     }
+    for adapter in bound.values():
+        if left_out := left_out_text(adapter):
+            typer.echo(left_out, err=True)
     state = State({name: strength for name, (_, strength) in files.items()})
     start = perf_counter()
     fused = fuse_file(opened, bound, state, out, rule=rule, overwrite=overwrite)

@@ -4,12 +4,13 @@
 a prediction and a run are compared number for number.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from lorabench.geometry import Geometry, Target
+from lorabench.geometry import DTYPE_BYTES, Geometry, Target
 from lorabench.plan import Action, Denoise, Load
 from lorabench.recipe import State
+from lorabench.rows import stretches
 
 RESIDUAL_BITS = 0.65
 """Bits that restore ``residual`` keeps of a bf16 weight where delta/weight std is 0.05.
@@ -28,7 +29,7 @@ _CHUNK = 1 << 20
 """Elements that are coded together on a CPU."""
 
 Touches = Mapping[str, Sequence[Target]]
-"""For each bound adapter, the weights that it touches and its rank there."""
+"""For each bound adapter, the weights that it touches, in which rows, and its rank there."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Work:
     snapshot_bytes: int = 0
     """Copied to or from a snapshot in memory, or into a new image."""
     fused_params: int = 0
-    """Weights' elements that a delta was added to, each time counted."""
+    """Elements that a delta was added to, each time counted; of a weight, those of some rows."""
 
     def __add__(self, other: "Work") -> "Work":
         return Work(
@@ -243,9 +244,10 @@ def _image_work(state: State, touches: Touches) -> Work:
 
 
 def _fuse_work(state: State, touches: Touches) -> Work:
-    targets = [target for role in state for target in touches[role]]
-    touched = {target.weight.name: target.weight.params for target in targets}
-    return Work(flops=2 * sum(t.macs for t in targets), fused_params=sum(touched.values()))
+    return Work(
+        flops=2 * sum(target.macs for role in state for target in touches[role]),
+        fused_params=sum(len(rows) * targets[0].columns for rows, targets in _cut(state, touches)),
+    )
 
 
 def _weight_bytes(roles: Iterable[str], touches: Touches) -> int:
@@ -257,10 +259,24 @@ def _bf16_factor_bytes(touches: Touches) -> int:
 
 
 def _residual_bytes(state: State, touches: Touches, bits: float) -> int:
-    weights = {t.weight.name: t.weight for role in state for t in touches[role]}.values()
-    whole = sum(weight.nbytes for weight in weights if weight.dtype != "BF16")
-    coded = sum(weight.params for weight in weights if weight.dtype == "BF16")
+    whole = coded = 0
+    for rows, (target, *_) in _cut(state, touches):
+        values = len(rows) * target.columns
+        if target.weight.dtype == "BF16":
+            coded += values
+        else:
+            whole += values * DTYPE_BYTES[target.weight.dtype]
     return whole + round(coded * bits / 8)
+
+
+def _cut(state: Iterable[str], touches: Touches) -> Iterator[tuple[range, list[Target]]]:
+    """Cut the weights that a state touches into rows that the same pairs touch."""
+    by_weight: dict[str, list[Target]] = {}
+    for target in (target for role in state for target in touches[role]):
+        by_weight.setdefault(target.weight.name, []).append(target)
+    for targets in by_weight.values():
+        for rows, mine in stretches([target.rows for target in targets]):
+            yield rows, [targets[i] for i in mine]
 
 
 def _scratch_bytes(
@@ -272,33 +288,32 @@ def _scratch_bytes(
     def ask(name: str, nbytes: int) -> None:
         buffers[name] = max(buffers.get(name, 0), nbytes)
 
-    for state in states:
-        terms: dict[str, list[Target]] = {}
-        for target in (t for role in state for t in touches[role]):
-            terms.setdefault(target.weight.name, []).append(target)
-        for targets in terms.values():
-            weight = targets[0].weight
-            out, in_ = weight.shape
-            rows = max(1, min(out, _ROWS, _TILE // max(1, in_)))
-            tile = rows * in_
-            ask("delta", 2 * tile)
-            ask("scaled", 2 * rows * targets[0].rank)
-            if weight.dtype != "BF16":
-                ask("rounded", 2 * tile)
-                ask("wide", 4 * tile)
-            if len(targets) > 1:
-                ask("wide", 4 * tile)
-            if restore == "residual":
-                ask("base", (2 if weight.dtype == "BF16" else 4) * tile)
-                ask("coding", _CODING_BYTES * min(tile, _CHUNK))
-            for number, target in enumerate(targets[0 if f32_products else 1 :], not f32_products):
-                if number:
-                    ask("sum", 4 * tile)
-                else:
-                    ask("panel sum", 4 * rows * min(in_, _PANEL))
-                ask("wide b", 4 * rows * target.rank)
-                if (whole := 4 * target.rank * in_) <= _PREPARED_BYTES // len(targets):
-                    ask(f"wide a {number}", whole)
-                else:
-                    ask("panel", 4 * target.rank * min(in_, _PANEL))
+    for rows, targets in (cut for state in states for cut in _cut(state, touches)):
+        first, dtype, in_ = targets[0], targets[0].weight.dtype, targets[0].columns
+        height = max(1, min(len(rows), _ROWS, _TILE // max(1, in_)))
+        tile = height * in_
+        ask("delta", 2 * tile)
+        if first.rank:
+            ask("scaled", 2 * height * first.rank)
+        if dtype == "F32":
+            ask("rounded", 2 * tile)
+        if dtype == "F16":
+            ask("wide tile", 4 * tile)
+        if dtype != "BF16" or len(targets) > 1:
+            ask("wide", 4 * tile)
+        if restore == "residual":
+            ask("base", DTYPE_BYTES[dtype] * tile)
+            ask("coding", _CODING_BYTES * min(tile, _CHUNK))
+        for number, target in enumerate(targets):
+            if number:
+                ask("sum", 4 * tile)
+            if not target.rank or not (number or f32_products):
+                continue
+            if not number:
+                ask("panel sum", 4 * height * min(in_, _PANEL))
+            ask("wide b", 4 * height * target.rank)
+            if (whole := 4 * target.rank * in_) <= _PREPARED_BYTES // len(targets):
+                ask(f"wide a {number}", whole)
+            else:
+                ask("panel", 4 * target.rank * min(in_, _PANEL))
     return sum(buffers.values())

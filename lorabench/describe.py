@@ -3,13 +3,16 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from lorabench.adapter import Adapter, implied_weights
+from lorabench.adapter import Adapter
+from lorabench.adapter_file import AdapterFile, ranks_of, scales_of
 from lorabench.checkpoint import Checkpoint
 from lorabench.cost import predict_plan, touches_of
 from lorabench.geometry import Geometry, TensorSpec, from_tensors
+from lorabench.places import is_text_encoders
 from lorabench.plan import Strategy, plan
 from lorabench.recipe import Recipe
 from lorabench.synthetic import Files
@@ -35,25 +38,27 @@ def describe_base(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def describe_adapter(path: Path) -> dict[str, Any]:
-    """Return what an adapter's file holds, without a base to hold it against.
-
-    Raises
-    ------
-    AdapterError
-        The file isn't an adapter that can be applied.
-    """
-    adapter = Adapter.open(path, implied_weights(Checkpoint.open(path)))
+def describe_adapter(adapter: AdapterFile) -> dict[str, Any]:
+    """Return what an adapter's file holds, without a base to hold it against."""
+    modules = adapter.modules
     return {
         "kind": "adapter",
         **_describe_files(adapter.file),
-        "pairs": len(adapter.pairs),
-        "params": sum(t.adapter_params for t in adapter.targets),
-        "ranks": _by_text(adapter.ranks),
-        "scale": adapter.scale,
-        "scale_source": adapter.scale_source,
-        "factor_bytes": adapter.factor_bytes,
-        "pass_flops": _pass_flops(adapter),
+        "names": list(adapter.styles),
+        "modules": len(modules),
+        "kinds": _count(kind for module in modules for kind in module.kinds),
+        "params": sum(t.params for t in adapter.file.tensors),
+        "ranks": _by_text(ranks_of(modules)),
+        "scales": [
+            {"scale": scale.value, "source": scale.source, "modules": count}
+            for scale, count in scales_of(modules).items()
+        ],
+        "factor_bytes": sum(module.nbytes for module in modules),
+        "pass_flops": sum(module.flops for module in modules),
+        "text_encoders": [m.path for m in modules if is_text_encoders(m.path)],
+        "not_applied": [
+            {"tensor": key.name, "kind": key.kind, "remedy": key.remedy} for key in adapter.skipped
+        ],
         "metadata": dict(adapter.file.metadata),
     }
 
@@ -61,15 +66,20 @@ def describe_adapter(path: Path) -> dict[str, Any]:
 def describe_match(adapter: Adapter, base: Geometry) -> dict[str, Any]:
     """Return which of an adapter's modules a base has, and what a pass over those amounts to."""
     params = sum(t.params for t in base.tensors)
-    touched = sum(t.weight.params for t in adapter.targets)
+    touched = sum(len(p.rows) * prod(p.weight.shape[1:]) for p in adapter.pairs)
+    touched_bytes = sum(
+        len(p.rows) * p.weight.nbytes // max(1, p.weight.shape[0]) for p in adapter.pairs
+    )
     return {
         "name": base.name,
         "params": params,
         "matched": [pair.module for pair in adapter.pairs],
         "unmatched": list(adapter.unmatched),
+        "text_encoders": list(adapter.text_encoders),
         "touched_params": touched,
         "touched_share": touched / params if params else 0.0,
-        "pass_flops": _pass_flops(adapter),
+        "pass_flops": sum(2 * target.macs for target in adapter.targets),
+        "pass_bytes": 2 * touched_bytes + adapter.factor_bytes,
     }
 
 
@@ -156,16 +166,12 @@ def _describe_files(checkpoint: Checkpoint) -> dict[str, Any]:
         "bytes": sum(size for size, *_ in checkpoint.stamps.values()),
         "tensors": len(checkpoint.entries),
         "tensor_bytes": sum(t.nbytes for t in checkpoint.tensors),
-        "dtypes": _dtypes(checkpoint.tensors),
+        "dtypes": _count(t.dtype for t in checkpoint.tensors),
     }
 
 
-def _dtypes(tensors: Iterable[TensorSpec]) -> dict[str, int]:
-    return dict(Counter(t.dtype for t in tensors).most_common())
-
-
-def _pass_flops(adapter: Adapter) -> int:
-    return 2 * sum(target.macs for target in adapter.targets)
+def _count(texts: Iterable[str]) -> dict[str, int]:
+    return dict(Counter(texts).most_common())
 
 
 def _by_text(ranks: dict[int, int]) -> dict[str, int]:

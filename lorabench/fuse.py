@@ -11,13 +11,24 @@ scale as an f32, a weight W and the adapters of a state, in its order, become
 R1 and R2 multiply in bf16: factors of another dtype are rounded to it first. An f32 weight is
 rounded through bf16 by R1, and widened again; the other rules leave it an f32. Upstream's R1 has
 no scale; where the scale is 1, as on every module of the shipped adapter, the bits are upstream's.
+
+An f16 weight is rounded to f16, and so is all that R2 and R3 round, factors included: what PEFT and
+kohya do where adapter and weight have one dtype. R1 keeps its bf16 delta and adds it in one
+rounding; upstream has no f16 weights, so that this is our reading of it.
+
+A pair without A is a delta that was trained whole, or a bias's: B stands for B @ A, as if A were
+the identity. A pair may touch some rows of a weight only. Then each row is fused as if it were a
+weight of its own: a rule's first adapter is the first that touches the row, and a row that none
+touches keeps its bits, whatever the rule.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from lorabench.rows import stretches
 
 RULES: dict[str, str] = {
     "R1": "Lightricks/LTX-2 1.2.0, ltx_core/loader/fuse_loras.py",
@@ -25,20 +36,53 @@ RULES: dict[str, str] = {
     "R3": "PEFT on a CPU (tuners/lora/layer.py), TensorRT-LLM, kohya pre_calculation",
     "R4": "ComfyUI full load, tt-metal host fuse, kohya merge_to, sglang default",
 }
-"""The rounding rules seen in the field, and who uses each."""
+"""The rounding rules seen in the field, and who uses each.
+
+PEFT's are of factors in the weight's dtype. Unless told otherwise it holds them in f32, and then
+adds to a bf16 weight on a CPU as R4 does.
+"""
 
 
 class Pair(NamedTuple):
-    """The two factors of one adapter at one weight ``[out, in]``."""
+    """What one adapter holds for rows of a weight ``[out, in]``: two factors, or a delta."""
 
-    a: Tensor  # [rank, in]
-    b: Tensor  # [out, rank]
+    a: Tensor | None  # [rank, in]; None where b is the delta itself
+    b: Tensor  # [rows, rank], or [rows, in]
     scale: float  # alpha / rank
+    top: int = 0  # the first row of the weight that is touched
+
+    @property
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """A and B, of a pair that is known to have both."""
+        assert self.a is not None
+        return self.a, self.b
+
+    @property
+    def rows(self) -> range:
+        """The rows of the weight that are touched."""
+        return range(self.top, self.top + len(self.b))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is held."""
+        return self.b.nbytes + (0 if self.a is None else self.a.nbytes)
 
     @property
     def flops(self) -> int:
         """Operations of B @ A; one multiply-accumulate is two."""
-        return 2 * self.b.shape[0] * self.a.shape[0] * self.a.shape[1]
+        return 0 if self.a is None else 2 * len(self.b) * self.a.numel()
+
+    def within(self, rows: range) -> "Pair":
+        """Return what touches some rows of the weight, counted from the first of them."""
+        if rows == self.rows and not self.top:
+            return self
+        begin = max(rows.start, self.top)
+        b = self.b[begin - self.top : max(begin, rows.stop) - self.top]
+        return self._replace(b=b, top=begin - rows.start)
+
+    def cpu(self) -> "Pair":
+        """Return the pair in the host's memory."""
+        return self._replace(a=None if self.a is None else self.a.cpu(), b=self.b.cpu())
 
 
 class Term(NamedTuple):
@@ -54,23 +98,62 @@ class Term(NamedTuple):
             self.strength * self.pair.scale, dtype=torch.float32, device="cpu"
         ).item()
 
+    def within(self, rows: range) -> "Term":
+        """Return what touches some rows of the weight, counted from the first of them."""
+        return Term(self.pair.within(rows), self.strength)
 
-def reference_deltas(terms: Sequence[Term], rule: str = "R1") -> list[Tensor]:
+
+def by_rows(terms: Sequence[Term]) -> Iterator[tuple[range, list[Term]]]:
+    """Cut a weight's rows where what touches them changes; rows that nothing touches are left out.
+
+    The terms of a stretch of rows are counted from the first of them, so that they touch all of a
+    weight that consists of these rows.
+    """
+    for rows, mine in stretches([term.pair.rows for term in terms]):
+        yield rows, [terms[i].within(rows) for i in mine]
+
+
+def touched_rows(terms: Sequence[Term]) -> int:
+    """Count the rows of a weight that terms touch, each once."""
+    return sum(len(rows) for rows, _ in stretches([term.pair.rows for term in terms]))
+
+
+def as_matrix(weight: Tensor) -> Tensor:
+    """View a weight as rows: itself ``[out, in]``, or a bias ``[n]`` as ``[n, 1]``."""
+    return weight.unsqueeze(1) if weight.dim() == 1 else weight
+
+
+def delta_dtype(rule: str, weight: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a rule adds a delta to a weight of a dtype."""
+    if rule == "R4":
+        return torch.float32
+    return torch.float16 if weight == torch.float16 and rule != "R1" else torch.bfloat16
+
+
+def factor_dtype(rule: str, weight: torch.dtype) -> torch.dtype | None:
+    """Return the dtype that a rule rounds factors to before anything else; None for none."""
+    return delta_dtype(rule, weight) if rule in ("R1", "R2") else None
+
+
+def reference_deltas(
+    terms: Sequence[Term], rule: str = "R1", weight: torch.dtype = torch.bfloat16
+) -> list[Tensor]:
     """Return what is added to a weight ``[out, in]``, one rounded sum after another.
 
-    One delta for all terms under R1 (bf16) and R4 (f32); under R2 and R3 (bf16) one for each term.
+    One delta for all terms under R1 (bf16) and R4 (f32); under R2 and R3 (bf16, or f16 for a weight
+    of that dtype) one for each term. All terms touch all rows.
     """
     if rule == "R1":
         return [_r1(terms)]
+    dtype = delta_dtype(rule, weight)
     if rule == "R2":
         return [
-            ((pair.b.bfloat16().float() @ pair.a.bfloat16().float()).bfloat16().float() * s)
-            .bfloat16()
-            for pair, s in ((term.pair, term.factor) for term in terms)
+            (_product(term.pair, dtype).to(dtype).float() * term.factor).to(dtype)
+            for term in terms
         ]  # fmt: skip
-    products = [term.factor * (term.pair.b.float() @ term.pair.a.float()) for term in terms]
+    products = [term.factor * _product(term.pair) for term in terms]
     if rule == "R3":
-        return [product.bfloat16() for product in products]
+        return [product.to(dtype) for product in products]
     assert rule == "R4", rule
     first, *further = products
     return [sum(further, start=first)]
@@ -78,22 +161,32 @@ def reference_deltas(terms: Sequence[Term], rule: str = "R1") -> list[Tensor]:
 
 def _r1(terms: Sequence[Term]) -> Tensor:
     first, *further = terms
-    a, b = (factor.bfloat16() for factor in first.pair[:2])
-    scaled = (b.float() * first.factor).bfloat16()
-    delta = (scaled.float() @ a.float()).bfloat16()
+    scaled = (first.pair.b.bfloat16().float() * first.factor).bfloat16()
+    delta = _product(first.pair._replace(b=scaled), torch.bfloat16).bfloat16()
     for term in further:
-        a, b = (factor.bfloat16() for factor in term.pair[:2])
-        delta = (delta.float() + term.factor * (b.float() @ a.float())).bfloat16()
+        product = _product(term.pair, torch.bfloat16)
+        delta = (delta.float() + term.factor * product).bfloat16()
     return delta
 
 
+def _product(pair: Pair, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return B @ A in f32, of factors that are rounded to a dtype first."""
+    b = pair.b.to(dtype).float()
+    return b if pair.a is None else b @ pair.a.to(dtype).float()
+
+
 def reference_fuse(weight: Tensor, terms: Sequence[Term], rule: str = "R1") -> Tensor:
-    """Return base bits ``[out, in]`` (bf16 or f32) with the terms' deltas fused in; same dtype."""
-    if not terms:
-        return weight.clone()
-    for delta in reference_deltas(terms, rule):
-        total = delta.float() + weight.float()
-        if rule == "R1":
-            total = total.bfloat16()
-        weight = total.to(weight.dtype)
-    return weight
+    """Return base bits ``[out, in]`` with the terms' deltas fused in; same dtype (bf16, f16, f32).
+
+    A bias comes as ``[n, 1]``: see :func:`as_matrix`.
+    """
+    fused = weight.clone()
+    for rows, mine in by_rows(terms):
+        part = weight[rows.start : rows.stop]
+        for delta in reference_deltas(mine, rule, weight.dtype):
+            total = delta.float() + part.float()
+            if rule == "R1" and weight.dtype == torch.float32:
+                total = total.bfloat16()
+            part = total.to(weight.dtype)
+        fused[rows.start : rows.stop] = part
+    return fused

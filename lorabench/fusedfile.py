@@ -206,7 +206,8 @@ def _new_files(
         "lorabench.adapters": json.dumps(
             [
                 {"role": role, "file": adapter.file.path.name, "strength": state[role],
-                 "scale": adapter.scale, "metadata": dict(adapter.file.metadata)}
+                 "scales": sorted({pair.scale for pair in adapter.pairs}),
+                 "metadata": dict(adapter.file.metadata)}
                 for role, adapter in adapters.items()
             ]
         ),
@@ -224,21 +225,12 @@ def _new_files(
             ends_at=start % BLOCK,
             of=BLOCK,
         )
-        name = Path(out.name) if base.path == source else _inside(source, base.path.parent)
+        name = Path(out.name) if base.path == source else source.relative_to(base.path.parent)
         shift = len(header) - start
         end = first + sum(segment.reads[0].file == source for segment in segments)
         files.append(_New(source, name, header, shift, size + shift, first, end))
         first = end
     return files
-
-
-def _inside(shard: Path, folder: Path) -> Path:
-    name = shard.relative_to(folder) if shard.is_relative_to(folder) else Path("..")
-    if ".." in name.parts:
-        raise FileError(
-            f"{shard}: this shard lies outside its index's folder {folder}; gather them in one"
-        )
-    return name
 
 
 def _task(
@@ -247,7 +239,12 @@ def _task(
     """Return a text that differs wherever the bytes to be written, or their division, may."""
     inputs = (base.identity, *(adapter.file.identity for adapter in adapters.values()))
     how = (product_dtype(torch.device("cpu")), torch.__version__, TILE, PANEL, segment_bytes)
-    told = repr((inputs, how, [file.header for file in files]))
+    pairs = [
+        (pair.weight.name, pair.top, pair.scale)
+        for adapter in adapters.values()
+        for pair in adapter.pairs
+    ]
+    told = repr((inputs, how, pairs, [file.header for file in files]))
     return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
 
 

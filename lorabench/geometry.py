@@ -51,21 +51,34 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A weight ``[out, in_]`` that an adapter touches, and the rank of its pair there."""
+    """A weight ``[out, in_]`` or bias ``[n]`` that an adapter touches, where, and at what rank."""
 
     module: str  # the weight's name without the base's prefix and without ".weight"
     weight: TensorSpec
-    rank: int
+    rank: int  # 0 where the adapter holds a delta and no factors
+    some: range | None = None  # of the rows; None for all
+
+    @property
+    def rows(self) -> range:
+        """The rows that are touched."""
+        return range(self.weight.shape[0]) if self.some is None else self.some
+
+    @property
+    def columns(self) -> int:
+        """Elements of a row."""
+        return prod(self.weight.shape[1:])
 
     @property
     def macs(self) -> int:
-        """Multiply-accumulates of B @ A: out x in x rank."""
-        return self.weight.params * self.rank
+        """Multiply-accumulates of B @ A: rows x in x rank."""
+        return len(self.rows) * self.columns * self.rank
 
     @property
     def adapter_params(self) -> int:
-        """Elements of the pair: A ``[rank, in]`` and B ``[out, rank]``."""
-        return sum(self.weight.shape) * self.rank
+        """Elements of the pair: A ``[rank, in]`` and B ``[rows, rank]``, or of the delta."""
+        if not self.rank:
+            return len(self.rows) * self.columns
+        return (len(self.rows) + self.columns) * self.rank
 
 
 @dataclass(frozen=True)

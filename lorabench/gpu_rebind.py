@@ -148,7 +148,7 @@ class Touched:
         for name in names:
             rows, base = (x[:CHECKED_ROWS].cpu() for x in (fused[name], self.base(name)))
             terms = [
-                Term(Pair(pair.a.cpu(), pair.b[:CHECKED_ROWS].cpu(), pair.scale), strength)
+                Term(pair.within(range(len(rows))).cpu(), strength)
                 for pair, strength in self.terms[name]
             ]
             shares.append(compare(rows, base, terms, where=name))

@@ -6,6 +6,7 @@ of header length, a JSON header, then the tensors' bytes without gaps.
 
 import json
 import reprlib
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lorabench.errors import FileError
+from lorabench.foreign import other_format
 from lorabench.geometry import DTYPE_BYTES, TensorSpec
 
 MAX_HEADER_BYTES = 100_000_000
@@ -21,13 +23,11 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 64
 """As many as torch can hold."""
 
-_NOT_SAFETENSORS = (
-    (b"version https://git-lfs", "a Git LFS pointer, not the file itself; run 'git lfs pull'"),
-    (b"PK\x03\x04", "a pickled PyTorch file; convert it to safetensors (pickles can run code)"),
-    (b"\x80", "a pickle; convert it to safetensors (pickles can run code)"),
-    (b"GGUF", "a GGUF file; give the safetensors checkpoint it was made from"),
-    (b"<", "a web page or XML, saved in the model's place; download the file again"),
-)
+MAX_NAME = 1_000
+"""Characters of a tensor's name; what reads names takes time that grows with their square."""
+
+MAX_JSON_BYTES = 32_000_000
+"""Of a JSON file beside tensors: an index of shards, a configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +54,10 @@ def read_header(path: Path, size: int) -> tuple[dict[str, Entry], dict[str, str]
     """
     try:
         with path.open("rb") as stream:
-            start = stream.read(24)
-            for magic, what in _NOT_SAFETENSORS:
-                # A header length may begin with any byte, but no header is followed by less
-                # than an opening brace.
-                if start.startswith(magic) and start[8:9] != b"{":
-                    raise FileError(f"{path}: is {what}")
-            length = int.from_bytes(start[:8], "little")
-            if len(start) < 10 or length > size - 8 or length > MAX_HEADER_BYTES:
-                raise FileError(
-                    f"{path}: is no safetensors file or is truncated: {size:,} bytes, "
-                    f"whose first eight announce a header of {length:,}; download it again"
-                )
+            head = stream.read(512)
+            length = _header_length(path, head, size)
             stream.seek(8)
-            header = parse_json(stream.read(length), path)
+            header = parse_json(stream.read(length), f"{path}: the header")
     except OSError as error:
         raise FileError(f"{path}: can't be read: {error.strerror}") from error
 
@@ -75,9 +65,17 @@ def read_header(path: Path, size: int) -> tuple[dict[str, Entry], dict[str, str]
     if metadata is None:
         metadata = {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise FileError(f"{path}: '__metadata__' must map names to strings")
+        raise FileError(
+            f"{path}: '__metadata__' must map names to strings, found {reprlib.repr(metadata)}; "
+            f"save the file again with what wrote it"
+        )
     entries = {}
     for name, value in header.items():
+        if len(name) > MAX_NAME:
+            raise FileError(
+                f"{path}: the name of tensor {reprlib.repr(name)} has {len(name):,} characters, "
+                f"and {MAX_NAME:,} is the most that is read; the header is damaged"
+            )
         spec, begin = _parse_entry(path, name, value)
         entries[name] = Entry(spec, path, 8 + length + begin)
     _check_layout(path, entries.values(), 8 + length, size)
@@ -120,39 +118,95 @@ def encode_header(
     return len(text).to_bytes(8, "little") + text
 
 
-def parse_json(text: bytes, path: Path) -> dict[str, Any]:
-    """Parse a JSON object from a file, no name in it twice; raise :class:`FileError` else."""
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file that holds a JSON object.
+
+    Raises
+    ------
+    FileError
+        It can't be read, is no regular file, is larger than any such file, or isn't JSON.
+    """
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise FileError(f"{path}: expected a JSON file, found a folder or device")
+        if status.st_size > MAX_JSON_BYTES:
+            raise FileError(
+                f"{path}: expected a JSON file of {MAX_JSON_BYTES:,} bytes at most, found "
+                f"{status.st_size:,}; is it what its name says?"
+            )
+        text = path.read_bytes()
+    except OSError as error:
+        raise FileError(f"{path}: can't be read: {error.strerror}") from error
+    return parse_json(text, f"{path}: the file")
+
+
+def parse_json(text: bytes, where: str) -> dict[str, Any]:
+    """Parse a JSON object, no name in it twice; raise :class:`FileError` else.
+
+    ``where`` is what messages begin with: the file, and what of it the text is.
+    """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: dict[str, Any] = {}
         for key, value in pairs:
             if key in seen:
-                raise FileError(f"{path}: the header names '{key}' twice; the file is damaged")
+                raise FileError(f"{where} names '{key}' twice; the file is damaged")
             key.encode()  # a ValueError, where an escape stands for half a character
+            if isinstance(value, str):
+                value.encode()
             seen[key] = value
         return seen
 
     try:
         parsed = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise FileError(f"{path}: the header is not JSON in UTF-8 ({error})") from error
+        raise FileError(f"{where} is not JSON in UTF-8 ({error}); download it again") from error
     if not isinstance(parsed, dict):
-        raise FileError(f"{path}: the header must be a JSON object")
+        raise FileError(f"{where} must be a JSON object, found {reprlib.repr(parsed)}")
     return parsed
+
+
+def _header_length(path: Path, head: bytes, size: int) -> int:
+    """Return how long a header is, once a file's size and beginning make it believable."""
+    if not head:
+        raise FileError(f"{path}: is empty, 0 bytes; download it again")
+    # A length may begin with any byte, but ends with a zero, and a brace comes after it.
+    if head[7:9] != b"\0{" and (what := other_format(path, head)):
+        raise FileError(f"{path}: is {what}")
+    length = int.from_bytes(head[:8], "little")
+    if length > MAX_HEADER_BYTES:
+        raise FileError(
+            f"{path}: is no safetensors file: its first eight bytes announce a header of "
+            f"{length:,}, and the format allows {MAX_HEADER_BYTES:,}; download it again"
+        )
+    if len(head) < 10 or length > size - 8:
+        raise FileError(
+            f"{path}: is truncated: {size:,} bytes, whose first eight announce a header of "
+            f"{length:,}; download it again"
+        )
+    if head[8:9] != b"{":
+        raise FileError(
+            f"{path}: the header is not JSON: it begins with {head[8:16]!r}, where the format "
+            f"has '{{'; download it again"
+        )
+    return length
 
 
 def _parse_entry(path: Path, name: str, value: Any) -> tuple[TensorSpec, int]:
     def whole(number: Any) -> bool:
         return type(number) is int and 0 <= number < 2**63
 
-    malformed = FileError(
-        f"{path}: tensor '{name}': expected dtype, shape and data_offsets, found "
-        f"{reprlib.repr(value)}"
-    )
+    def malformed() -> FileError:
+        return FileError(
+            f"{path}: tensor '{name}': expected dtype, shape and data_offsets, found "
+            f"{reprlib.repr(value)}"
+        )
+
     try:
         dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
     except (TypeError, KeyError, ValueError):
-        raise malformed from None
+        raise malformed() from None
     if not (
         isinstance(dtype, str)
         and isinstance(shape, list)
@@ -160,10 +214,10 @@ def _parse_entry(path: Path, name: str, value: Any) -> tuple[TensorSpec, int]:
         and all(map(whole, [*shape, begin, end]))
         and whole(prod(max(size, 1) for size in shape))
     ):
-        raise malformed
+        raise malformed()
     if dtype not in DTYPE_BYTES:
         raise FileError(
-            f"{path}: tensor '{name}': dtype '{dtype}' is not supported; "
+            f"{path}: tensor '{name}': dtype {reprlib.repr(dtype)} is not supported; "
             f"known: {', '.join(DTYPE_BYTES)}"
         )
     spec = TensorSpec(name, tuple(shape), dtype)
@@ -180,9 +234,10 @@ def _check_layout(path: Path, entries: Iterable[Entry], start: int, size: int) -
     at = start
     for entry in sorted(entries, key=lambda e: (e.offset, e.spec.nbytes)):
         if entry.offset != at:
+            what = "leaves bytes to no tensor" if entry.offset > at else "overlaps another"
             raise FileError(
-                f"{path}: tensor '{entry.spec.name}' begins at byte {entry.offset:,}, but the one "
-                f"before it ends at {at:,}; the header is damaged"
+                f"{path}: tensor '{entry.spec.name}' {what}: it begins at byte {entry.offset:,}, "
+                f"and what lies before it ends at {at:,}; the header is damaged"
             )
         at += entry.spec.nbytes
     if at != size:

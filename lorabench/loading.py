@@ -1,7 +1,9 @@
 """Base and factors on their way from files into memory, read ahead of what is made of them."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -9,28 +11,36 @@ from torch import Tensor
 from lorabench.adapter import Adapter
 from lorabench.checkpoint import Checkpoint, torch_dtype
 from lorabench.errors import AdapterError
-from lorabench.fuse import Pair
+from lorabench.fuse import Pair, as_matrix, factor_dtype
 from lorabench.header import Entry
 from lorabench.kernels import Scratch
 from lorabench.readahead import Read, read_ahead
-from lorabench.sweep import not_finite
+from lorabench.sweep import numbers
+
+_NAMED = 3  # of the modules that a warning is about
+
+
+def _ignore(name: str) -> None:
+    """Do nothing after a pair."""
 
 
 def read_factors(
     adapter: Adapter,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    scratch: Scratch,
-    after_pair: Callable[[str], None],
-) -> dict[str, Pair]:
-    """Read an adapter's factors onto a device; give a pair for each touched weight's name.
+    device: torch.device | str = "cpu",
+    rule: str | None = None,
+    scratch: Scratch | None = None,
+    after_pair: Callable[[str], None] = _ignore,
+) -> dict[str, tuple[Pair, ...]]:
+    """Read an adapter's factors onto a device; give the pairs for each touched weight's name.
 
     Parameters
     ----------
-    dtype
-        What the factors are rounded to; None leaves them as they are in the file.
+    rule
+        Factors are rounded to what this rule rounds them to first; None leaves them as in the file.
+    scratch
+        What books the time.
     after_pair
-        Called with that name when both factors are there.
+        Called with that name when all of a pair is there.
 
     Raises
     ------
@@ -38,28 +48,57 @@ def read_factors(
         The file changed since it was opened, ended early, or can't be read.
     AdapterError
         A factor holds NaN or infinity, or does when rounded.
+
+    Warns
+    -----
+    UserWarning
+        A factor is all zeros, so that its module adds nothing.
     """
-    reads = [
-        Read(adapter.file, factor.spec.name, empty(factor, device, dtype))
-        for pair in adapter.pairs
-        for factor in (pair.a, pair.b)
-    ]
-    pairs: dict[str, Pair] = {}
-    sums: dict[str, Tensor] = {}
-    with arriving(reads, scratch) as arrived:
-        for entry in adapter.pairs:
-            a, b = next(arrived), next(arrived)
-            sums |= {factor.name: factor.into.sum() for factor in (a, b)}
-            pairs[entry.weight.name] = Pair(a.into, b.into, adapter.scale)
-            after_pair(entry.weight.name)
-    for name in not_finite(sums):
-        factor = next(read.into for read in reads if read.name == name)
-        if bad := int((~factor.isfinite()).sum()):
-            raise AdapterError(
-                f"{adapter.file.path}: tensor '{name}': {bad:,} of {factor.numel():,} values are "
-                f"not finite; the adapter is damaged or its training diverged"
-            )
+    device = torch.device(device)
+    reads: list[Read] = []
+    for held in adapter.pairs:
+        dtype = factor_dtype(rule, torch_dtype(held.weight.dtype)) if rule else None
+        entries = [entry for entry in (held.a, held.b) if entry is not None]
+        reads += [Read(adapter.file, entry, empty(entry, device, dtype)) for entry in entries]
+    pairs: dict[str, tuple[Pair, ...]] = {}
+    modules: list[str] = []  # of each read
+    sums: list[Tensor] = []
+    with arriving(reads, scratch or Scratch(device)) as arrived:
+        for held in adapter.pairs:
+            a = None if held.a is None else next(arrived).into
+            b = next(arrived).into
+            for factor in (a, b):
+                if factor is not None:
+                    modules.append(held.module)
+                    sums.append(factor.sum())
+            pair = Pair(a, as_matrix(b), held.scale, held.top)
+            pairs[held.weight.name] = (*pairs.get(held.weight.name, ()), pair)
+            after_pair(held.weight.name)
+    _check(adapter, reads, modules, numbers(sums))
     return pairs
+
+
+def _check(
+    adapter: Adapter, reads: Sequence[Read], modules: Sequence[str], sums: Sequence[float]
+) -> None:
+    """Look closer at factors whose sum is strange: values that are not finite, or all zeros."""
+    zeros: dict[str, None] = {}
+    for (_, entry, factor), module, total in zip(reads, modules, sums, strict=True):
+        if not isfinite(total) and (bad := int((~factor.isfinite()).sum())):
+            raise AdapterError(
+                f"{adapter.file.path}: tensor '{entry.spec.name}': {bad:,} of {factor.numel():,} "
+                f"values are not finite; the adapter is damaged or its training diverged"
+            )
+        if total == 0 and factor.numel() and not factor.any():
+            zeros[module] = None
+    if zeros:
+        names = ", ".join(f"'{module}'" for module in [*zeros][:_NAMED])
+        warnings.warn(
+            f"{adapter.file.path}: {len(zeros)} of {len({*modules})} modules add nothing, for a "
+            f"factor of theirs is all zeros: {names}{', ...' if len(zeros) > _NAMED else ''}; was "
+            f"the adapter trained?",
+            stacklevel=3,
+        )
 
 
 @contextmanager
@@ -81,11 +120,11 @@ def base_reads(base: Checkpoint, tensors: dict[str, Tensor], device: torch.devic
     for name, entry in base.entries.items():
         if name not in tensors:
             tensors[name] = empty(entry, device)
-    return [Read(base, name, tensors[name]) for name in base.entries]
+    return [Read(base, entry, tensors[name]) for name, entry in base.entries.items()]
 
 
 def _booked(reads: Iterable[Read], arrived: Iterator[Read], scratch: Scratch) -> Iterator[Read]:
     for read in reads:
-        with scratch.span("read", read.file.entries[read.name].spec.nbytes):
+        with scratch.span("read", read.entry.spec.nbytes):
             next(arrived)
         yield read

@@ -36,7 +36,8 @@ class Peer:
     Attributes
     ----------
     hold
-        Takes a bf16 weight ``[out, in]`` and its terms; a peer that fuses in place shares memory.
+        Takes a bf16 weight ``[out, in]`` and its terms, of two factors for all rows; a peer that
+        fuses in place shares memory.
     rules
         The rule of `lorabench.fuse.RULES` that it follows for one adapter of bf16 factors, by type
         of device.
@@ -81,7 +82,7 @@ def _hold_ltx_core(weight: Tensor, terms: Sequence[Term]) -> Held:
     model = state_dict({"m.weight": weight})
     loras = [
         LoraStateDictWithStrength(
-            state_dict({"m.lora_A.weight": pair.a, "m.lora_B.weight": pair.b}),
+            state_dict({"m.lora_A.weight": pair.factors[0], "m.lora_B.weight": pair.b}),
             strength * pair.scale,
         )
         for pair, strength in terms
@@ -102,13 +103,14 @@ def _hold_peft(weight: Tensor, terms: Sequence[Term], *, autocast: bool) -> Held
     base.weight = torch.nn.Parameter(weight, requires_grad=False)
     layer: Linear | None = None
     for number, (pair, strength) in enumerate(terms):
-        name, rank = f"adapter_{number}", pair.a.shape[0]
+        a, b = pair.factors
+        name, rank = f"adapter_{number}", len(a)
         config = LoraConfig(r=rank, lora_alpha=rank, init_lora_weights=False)
         if layer is None:
             layer = Linear(base, name, config, r=rank, lora_alpha=rank)
         else:
             layer.update_layer(name, rank, lora_alpha=rank, config=config)
-        for factors, factor in ((layer.lora_A, pair.a), (layer.lora_B, pair.b)):
+        for factors, factor in ((layer.lora_A, a), (layer.lora_B, b)):
             held = factor.float() if autocast else factor
             factors[name].weight = torch.nn.Parameter(held, requires_grad=False)
         layer.scaling[name] = strength * pair.scale
@@ -132,7 +134,8 @@ def _hold_torch(weight: Tensor, terms: Sequence[Term]) -> Held:
 
     def fuse() -> Tensor:
         for pair, strength in terms:
-            weight.add_((strength * pair.scale) * (pair.b @ pair.a))
+            a, b = pair.factors
+            weight.add_((strength * pair.scale) * (b @ a))
         return weight
 
     return Held(fuse, None)
@@ -144,7 +147,8 @@ def _hold_torch_f32(weight: Tensor, terms: Sequence[Term]) -> Held:
     def fuse() -> Tensor:
         total = weight.float()
         for pair, strength in terms:
-            total += (strength * pair.scale) * (pair.b.float() @ pair.a.float())
+            a, b = pair.factors
+            total += (strength * pair.scale) * (b.float() @ a.float())
         return weight.copy_(total)
 
     return Held(fuse, None)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lorabench.checkpoint import Checkpoint, torch_dtype
 from lorabench.directio import Reader
+from lorabench.header import Entry
 
 T = TypeVar("T")
 
@@ -28,10 +29,10 @@ BUFFERS = 4  # one that fills, one that is copied, and two for when one of these
 
 
 class Read(NamedTuple):
-    """A tensor of a file, and where it is wanted: contiguous, of the same shape."""
+    """A tensor of a file, or rows of one, and where it is wanted: contiguous, of the same shape."""
 
     file: Checkpoint
-    name: str
+    entry: Entry
     into: Tensor
 
 
@@ -56,7 +57,8 @@ def read_ahead(reads: Sequence[Read]) -> Iterator[Iterator[Read]]:
 
     Examples
     --------
-    >>> with read_ahead([Read(base, name, tensors[name]) for name in base.entries]) as arrived:
+    >>> reads = [Read(base, entry, tensors[name]) for name, entry in base.entries.items()]
+    >>> with read_ahead(reads) as arrived:
     ...     for read in arrived:
     ...         fuse(read.into)
     """
@@ -179,7 +181,7 @@ class _Buffers:
 
 
 def _in_place(read: Read) -> bool:
-    dtype = torch_dtype(read.file.entries[read.name].spec.dtype)
+    dtype = torch_dtype(read.entry.spec.dtype)
     return read.into.device.type == "cpu" and read.into.dtype == dtype
 
 
@@ -189,7 +191,7 @@ def _pieces(reads: Sequence[Read], buffers: _Buffers | None) -> Generator[_Piece
     number = 0
     with ExitStack() as stack:
         for read in reads:
-            entry = read.file.entries[read.name]
+            entry = read.entry
             assert read.into.shape == entry.spec.shape
             assert read.into.is_contiguous()
             if entry.file not in readers:

@@ -14,18 +14,16 @@ from lorabench.cost import Touches, Work, kept_bytes, resident_bytes
 from lorabench.devices import check_room, find_device
 from lorabench.digest import digest
 from lorabench.errors import ConfigError, WeightsLostError
-from lorabench.fuse import Pair
+from lorabench.fuse import Pair, factor_dtype
 from lorabench.kernels import Scratch
 from lorabench.kernels.scratch import Books, product_dtype
+from lorabench.limits import check_kernel
 from lorabench.loading import arriving, base_reads, read_factors
 from lorabench.recipe import BASE, State, bound_state
 from lorabench.restore import make_restore
 from lorabench.sweep import Sweep
 
 R = TypeVar("R")
-
-_BF16_FACTORS = ("R1", "R2")
-"""Rules that round factors to bf16 before anything else."""
 
 
 def _ignore(name: str) -> None:
@@ -60,7 +58,8 @@ class ResidentWeights:
     Raises
     ------
     UnavailableError
-        A kernel, restore, rule or device that isn't available here.
+        A kernel, restore, rule or device that isn't available here, or a kernel that can't do what
+        an adapter holds.
     """
 
     def __init__(
@@ -82,9 +81,10 @@ class ResidentWeights:
         self._rule = rule
         self._restore_name = restore
         self._restore = make_restore(restore, base, kernel, self._scratch, rule)
+        check_kernel(kernel, self.adapters)
         self._imaged = restore == "images"
         self._tensors: dict[str, Tensor] = {}
-        self._factors: dict[str, dict[str, Pair]] = {}
+        self._factors: dict[str, dict[str, tuple[Pair, ...]]] = {}
         # What each state's adapters touch, where that has memory of its own.
         self._images: dict[State, dict[str, Tensor]] = {}
         self._state: State | None = None
@@ -115,7 +115,7 @@ class ResidentWeights:
 
     @property
     def touches(self) -> Touches:
-        """For each adapter, the weights that it touches and its rank there."""
+        """For each adapter, the weights that it touches, in which rows, and its rank there."""
         return {role: adapter.targets for role, adapter in self.adapters.items()}
 
     @property
@@ -131,7 +131,7 @@ class ResidentWeights:
 
     def predicted_bytes(self, states: Sequence[State]) -> int:
         """Predict the memory that going through states takes: see `lorabench.cost`."""
-        rounded = self._rule in _BF16_FACTORS
+        rounded = factor_dtype(self._rule, torch.bfloat16) is not None  # so 2 bytes each
         return resident_bytes(
             self.touches,
             sum(spec.nbytes for spec in self.base.tensors),
@@ -150,10 +150,10 @@ class ResidentWeights:
     def account(self, account: Books | None) -> None:
         self._scratch.account = account
 
-    def factors(self, role: str) -> Mapping[str, Pair]:
+    def factors(self, role: str) -> Mapping[str, tuple[Pair, ...]]:
         """Return an adapter's loaded pairs, by the names of the weights that they touch.
 
-        They are in bf16 where that is what the rule rounds them to first.
+        They are in the dtype that the rule rounds them to first, if it does.
 
         Raises
         ------
@@ -197,21 +197,21 @@ class ResidentWeights:
         self._state, self._lost = None, "a load is under way, or did not finish"
         self._images.clear()
         work = Work()
-        dtype = torch.bfloat16 if self._rule in _BF16_FACTORS else None
         for role, adapter in self.adapters.items():
             if role not in self._factors:
                 self._factors[role] = read_factors(
-                    adapter, self.device, dtype, self._scratch, after_weight
+                    adapter, self.device, self._rule, self._scratch, after_weight
                 )
                 work += Work(file_bytes=adapter.factor_bytes)
         touched = {*self._touched(self.adapters)}
         sweep = self._sweep(state)
         reads = base_reads(self.base, self._tensors, self.device)
         with arriving(reads, self._scratch) as arrived:
-            for _, name, tensor in arrived:
-                work += Work(file_bytes=tensor.nbytes)
+            for read in arrived:
+                name = read.entry.spec.name
+                work += Work(file_bytes=read.into.nbytes)
                 if name in touched:
-                    work += self._restore.keep(name, tensor)
+                    work += sweep.keep(name)
                     work += sweep.fuse(name)
                 after_weight(name)
         self._finish(sweep)
@@ -345,9 +345,9 @@ class ResidentWeights:
 
     def _check_fits(self, state: State) -> None:
         """Raise unless there is memory for loading a state, beside what is held already."""
-        held = [*self._tensors.values()]
-        held += [factor for ps in self._factors.values() for p in ps.values() for factor in p[:2]]
-        held_bytes = sum(tensor.nbytes for tensor in held) + self._scratch.nbytes + self.kept_bytes
+        pairs = (p for factors in self._factors.values() for ps in factors.values() for p in ps)
+        held = (*self._tensors.values(), *pairs, self._scratch)
+        held_bytes = sum(one.nbytes for one in held) + self.kept_bytes
         needs = {self.device: self.predicted_bytes([state]) - held_bytes}
         if self._restore_name == "host_snapshot" and self.device.type != "cpu":
             kept = kept_bytes(self.touches, self._restore_name, [state]) - self.kept_bytes

@@ -6,7 +6,9 @@ An unfuse computes the delta again, subtracts it from the fused weight, and corr
 It comes out right only if the delta has the same bits as when it was fused. So base bits leave a
 checksum, and what comes out is held against it before a weight is written.
 
-An f32 weight is kept as it is: R1 rounds it through bf16, which leaves nothing of its low bits.
+An f32 weight is kept as it is: R1 rounds it through bf16, which leaves nothing of its low bits. So
+is an f16 weight, for which there is no code. Of a weight of which terms touch some rows only,
+nothing is kept of the others.
 """
 
 import hashlib
@@ -20,7 +22,7 @@ from torch import Tensor
 from lorabench.corrections import RAW, Corrections, decode, encode, guess_base, raw
 from lorabench.cost import Work
 from lorabench.errors import UnavailableError, WeightsLostError
-from lorabench.fuse import Term
+from lorabench.fuse import Term, touched_rows
 from lorabench.kernels import Scratch, Tiles
 
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 23}
@@ -144,7 +146,7 @@ class Residual:
             with self._scratch.span("restore", nbytes=tile.nbytes):
                 fused.tiles[index] = self._encoded(tile, delta, base)
             self._open = None
-        return _work(weight, terms)
+        return pass_work(weight, terms)
 
     def restore(self, name: str, weight: Tensor, terms: Sequence[Term]) -> Work:
         """Turn ``weight`` back to base bits, whatever terms its parts have fused in.
@@ -163,7 +165,7 @@ class Residual:
                 delta = self._sum(deltas, fused.terms) if guessed else tile
                 self._decode(name, tile, delta, chunks)
         del self._fused[name]
-        return _work(weight, fused.terms)
+        return pass_work(weight, fused.terms)
 
     def _settle(self) -> None:
         """Give base bits to what may be half written."""
@@ -245,8 +247,12 @@ def _checksum(bits: Tensor, scratch: Scratch) -> bytes:
     return checksum.digest()
 
 
-def _work(weight: Tensor, terms: Sequence[Term]) -> Work:
-    return Work(flops=sum(pair.flops for pair, _ in terms), fused_params=weight.numel())
+def pass_work(weight: Tensor, terms: Sequence[Term]) -> Work:
+    """Return what it takes to fuse terms into a weight, or to take their delta off again."""
+    return Work(
+        flops=sum(pair.flops for pair, _ in terms),
+        fused_params=touched_rows(terms) * weight.shape[1],
+    )
 
 
 def _setting(device: torch.device) -> dict[str, object]:

@@ -13,7 +13,7 @@ restore                   keeps                                    exact  an unf
 
 Each is told every touched weight's base bits once, at load (``keep``), is asked before the first
 write of a rebind whether it can serve (``check``), and then fuses terms into base bits and gives
-base bits back, weight by weight.
+base bits back, weight by weight. A weight comes as ``[out, in]``, a bias as ``[n, 1]``.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from lorabench.cost import Work
 from lorabench.errors import UnavailableError, did_you_mean
 from lorabench.fuse import Term
 from lorabench.kernels import Kernel, Scratch, get_kernel, get_tiles
-from lorabench.residual import Residual
+from lorabench.residual import Residual, pass_work
 
 
 class Restore(Protocol):
@@ -101,7 +101,7 @@ class Reread(_ByKernel):
     def restore(self, name: str, weight: Tensor, terms: Sequence[Term]) -> Work:
         """Read the weight."""
         with self._scratch.span("read", weight.nbytes):
-            self._base.read_into(name, weight)
+            self._base.read_into(name, weight.view(self._base.entries[name].spec.shape))
         return Work(file_bytes=weight.nbytes)
 
 
@@ -225,8 +225,3 @@ def check_restore(name: str, device: torch.device) -> None:
             "restore 'device_snapshot' needs a device with memory of its own; on the CPU use "
             "'host_snapshot'"
         )
-
-
-def pass_work(weight: Tensor, terms: Sequence[Term]) -> Work:
-    """Return what it takes to fuse terms into a weight, or to take their delta off again."""
-    return Work(flops=sum(pair.flops for pair, _ in terms), fused_params=weight.numel())

@@ -1,15 +1,16 @@
 """A pass over a base's file, laid out before it is read: what is in memory together, and where.
 
 A **segment** is a run of the base's bytes with the factors that its weights need, 32 MiB or so.
-Within it the unit is the **tile**: the rows of a weight that
-:func:`lorabench.kernels.gemm.fuse_gemm` multiplies at a time, so that weights fused tile by tile
-come out of the same products as whole ones, and have the same bits.
+Within it the unit is the **tile**: the rows of a weight that kernel ``gemm`` multiplies at a time
+(:class:`lorabench.kernels.Tiles`), so that weights fused tile by tile come out of the same products
+as whole ones, and have the same bits. The same pairs touch all rows of a tile.
 
 A segment holds all that its tiles need (their rows of B, and A again where a weight goes over
 several segments), so that no two segments share memory, and none waits for another's.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from lorabench.geometry import TensorSpec
 from lorabench.header import Entry
 from lorabench.kernels.gemm import tile_rows
 from lorabench.recipe import State
+from lorabench.rows import stretches
 
 SEGMENT_BYTES = 32 << 20
 
@@ -45,16 +47,26 @@ class Read(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Consecutive bytes of one tensor, as they lie in a segment's memory."""
+    """Bytes of one tensor from its byte ``begin`` on, as they lie in a segment's memory."""
 
-    name: str
+    spec: TensorSpec  # of the whole tensor
+    begin: int
     at: int
     nbytes: int
-    last: bool  # of the tensor
+
+    @property
+    def name(self) -> str:
+        """The tensor's name."""
+        return self.spec.name
+
+    @property
+    def last(self) -> bool:
+        """Whether the tensor ends here."""
+        return self.begin + self.nbytes == self.spec.nbytes
 
 
 class Rows(NamedTuple):
-    """Rows of a tensor, as they lie in a segment's memory; ``spec`` is theirs."""
+    """Rows of a tensor, as they lie in a segment's memory; ``spec`` is theirs: always a matrix."""
 
     spec: TensorSpec
     at: int
@@ -63,8 +75,8 @@ class Rows(NamedTuple):
 class Factors(NamedTuple):
     """What one adapter adds to a tile."""
 
-    a: Rows  # [rank, in]
-    b: Rows  # [rows, rank]
+    a: Rows | None  # [rank, in]
+    b: Rows  # [rows, rank], or without A the delta [rows, in]
     scale: float
     strength: float
     file: Path
@@ -109,6 +121,7 @@ class Segment(NamedTuple):
                 2 * tile.weight.spec.params * factors.a.spec.shape[0]
                 for tile in self.tiles
                 for factors in tile.factors
+                if factors.a is not None
             ),
             file_bytes=sum(read.end - read.begin for read in self.reads),
             fused_params=sum(tile.weight.spec.params for tile in self.tiles),
@@ -140,8 +153,7 @@ def lay_out(
     pairs: dict[str, list[_Bound]] = {}
     for role, strength in state.items():
         for pair in adapters[role].pairs:
-            bound = _Bound(pair, adapters[role], strength)
-            pairs.setdefault(pair.weight.name, []).append(bound)
+            pairs.setdefault(pair.weight.name, []).append(_Bound(pair, strength))
     laid: list[Segment] = []
     held: list[_Part] = []
     nbytes = 0
@@ -158,40 +170,45 @@ def lay_out(
 
 class _Bound(NamedTuple):
     pair: PairEntry
-    adapter: Adapter
     strength: float
 
 
 class _Part(NamedTuple):
-    """What goes into a segment undivided: a tile, or some bytes of a tensor that isn't touched."""
+    """What goes into a segment undivided: a tile, or some bytes that no pair touches."""
 
     entry: Entry
-    begin: int
+    begin: int  # in the file
     end: int
-    top: int
-    rows: int
+    rows: range  # of the weight, if it is a tile
     pairs: Sequence[_Bound]
 
     @property
     def nbytes(self) -> int:
         factors = sum(
-            bound.pair.a.spec.nbytes + self.rows * _row_bytes(bound.pair.b) for bound in self.pairs
+            (pair.a.spec.nbytes if pair.a else 0) + len(self.rows) * _row_bytes(pair.b)
+            for pair, _ in self.pairs
         )
         return self.end - self.begin + factors
 
 
 def _parts(entry: Entry, pairs: Sequence[_Bound], limit: int) -> Iterator[_Part]:
-    if not pairs:
-        end = entry.offset + entry.spec.nbytes
-        for begin in range(entry.offset, end, limit):
-            yield _Part(entry, begin, min(begin + limit, end), 0, 0, ())
-        return
-    out, in_ = entry.spec.shape
-    step = tile_rows(in_)
-    for top in range(0, out, step):
-        rows = min(step, out - top)
-        begin = entry.offset + top * _row_bytes(entry)
-        yield _Part(entry, begin, begin + rows * _row_bytes(entry), top, rows, pairs)
+    """Divide a tensor: tiles where pairs touch it, and the bytes before, between and after them."""
+    at, end = entry.offset, entry.offset + entry.spec.nbytes
+    for rows, mine in stretches([bound.pair.rows for bound in pairs]):
+        begin = entry.offset + rows.start * _row_bytes(entry)
+        yield from _untouched(entry, at, begin, limit)
+        step = tile_rows(prod(entry.spec.shape[1:]))
+        for top in range(rows.start, rows.stop, step):
+            tile = range(top, min(top + step, rows.stop))
+            at = begin + len(tile) * _row_bytes(entry)
+            yield _Part(entry, begin, at, tile, [pairs[i] for i in mine])
+            begin = at
+    yield from _untouched(entry, at, end, limit)
+
+
+def _untouched(entry: Entry, begin: int, end: int, limit: int) -> Iterator[_Part]:
+    for at in range(begin, end, limit):
+        yield _Part(entry, at, min(at + limit, end), range(0), ())
 
 
 def _row_bytes(entry: Entry) -> int:
@@ -212,29 +229,34 @@ def _segment(parts: Sequence[_Part]) -> Segment:
             placed[file, begin, end] = reads[-1].first + begin - reads[-1].begin
         return placed[file, begin, end]
 
-    def place_rows(entry: Entry, top: int, rows: int) -> Rows:
-        spec = TensorSpec(entry.spec.name, (rows, *entry.spec.shape[1:]), entry.spec.dtype)
-        begin = entry.offset + top * _row_bytes(entry)
+    def place_rows(entry: Entry, rows: range) -> Rows:
+        name, shape, dtype = entry.spec.name, entry.spec.shape, entry.spec.dtype
+        spec = TensorSpec(name, (len(rows), prod(shape[1:])), dtype)
+        begin = entry.offset + rows.start * _row_bytes(entry)
         return Rows(spec, place(entry.file, begin, begin + spec.nbytes))
 
     pieces = []
     for part in parts:
         at = place(part.entry.file, part.begin, part.end)
-        last = part.end == part.entry.offset + part.entry.spec.nbytes
-        pieces.append(Piece(part.entry.spec.name, at, part.end - part.begin, last))
+        begin = part.begin - part.entry.offset
+        pieces.append(Piece(part.entry.spec, begin, at, part.end - part.begin))
     tiles = []
     for part in parts:
         if part.pairs:
             factors = tuple(
                 Factors(
-                    place_rows(pair.a, 0, pair.rank),
-                    place_rows(pair.b, part.top, part.rows),
-                    adapter.scale,
+                    place_rows(pair.a, range(pair.rank)) if pair.a else None,
+                    place_rows(pair.b, _from(pair.top, part.rows)),
+                    pair.scale,
                     strength,
-                    adapter.file.path,
+                    pair.b.file,
                 )
-                for pair, adapter, strength in part.pairs
+                for pair, strength in part.pairs
             )
-            weight = place_rows(part.entry, part.top, part.rows)
-            tiles.append(Tile(weight, part.top, factors))
+            tiles.append(Tile(place_rows(part.entry, part.rows), part.rows.start, factors))
     return Segment(tuple(reads), tuple(pieces), tuple(tiles))
+
+
+def _from(top: int, rows: range) -> range:
+    """Count rows from another first one."""
+    return range(rows.start - top, rows.stop - top)

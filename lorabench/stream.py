@@ -19,8 +19,8 @@ from lorabench.adapter import Adapter
 from lorabench.checkpoint import Checkpoint, torch_dtype
 from lorabench.directio import Reader, aligned_memory
 from lorabench.errors import AdapterError, UnavailableError
-from lorabench.fuse import Pair, Term
-from lorabench.kernels import Kernel, Scratch, get_kernel, one_nan
+from lorabench.fuse import Pair, Term, as_matrix
+from lorabench.kernels import Kernel, Scratch, finite_if_all, get_kernel, one_nan
 from lorabench.progress import progress
 from lorabench.readahead import ahead
 from lorabench.segments import Rows, Segment, Tile
@@ -138,18 +138,12 @@ def _fuse(tile: Tile, memory: Tensor, base: Checkpoint, kernel: Kernel, scratch:
     weight = _view(memory, tile.weight)
     terms = []
     for a, b, scale, strength, file in tile.factors:
-        pair = Pair(_view(memory, a), _view(memory, b), scale)
-        for factor, rows in ((pair.a, a), (pair.b, b)):
-            if bad := _not_finite(factor):
-                raise AdapterError(
-                    f"{file}: tensor '{rows.spec.name}': {bad:,} values are not finite; the "
-                    f"adapter is damaged or its training diverged"
-                )
-        terms.append(Term(pair, strength))
+        down = None if a is None else _factor(memory, a, file)
+        terms.append(Term(Pair(down, _factor(memory, b, file), scale), strength))
     kernel(weight, terms, scratch)
     if _not_finite(weight):
         name = tile.weight.spec.name
-        before = base.read(name)[tile.top : tile.top + len(weight)]
+        before = as_matrix(base.read(name))[tile.top : tile.top + len(weight)]
         if count := int((before.isfinite() & ~weight.isfinite()).sum()):
             raise AdapterError(
                 f"{base.path}: weight '{name}': {count:,} values overflow in rows {tile.top} to "
@@ -159,6 +153,16 @@ def _fuse(tile: Tile, memory: Tensor, base: Checkpoint, kernel: Kernel, scratch:
     if weight.data_ptr() not in _span(memory):  # fused in a copy, for being aligned
         at, nbytes = tile.weight.at, tile.weight.spec.nbytes
         memory[at : at + nbytes] = weight.reshape(-1).view(torch.uint8)
+
+
+def _factor(memory: Tensor, rows: Rows, file: Path) -> Tensor:
+    factor = _view(memory, rows)
+    if bad := _not_finite(factor):
+        raise AdapterError(
+            f"{file}: tensor '{rows.spec.name}': {bad:,} values are not finite; the adapter is "
+            f"damaged or its training diverged"
+        )
+    return factor
 
 
 def _view(memory: Tensor, rows: Rows) -> Tensor:
@@ -176,7 +180,7 @@ def _span(memory: Tensor) -> range:
 
 def _not_finite(values: Tensor) -> int:
     """Count values that are NaN or infinite; one read, where there are none."""
-    return 0 if values.sum().isfinite() else int((~values.isfinite()).sum())
+    return 0 if finite_if_all(values).isfinite() else int((~values.isfinite()).sum())
 
 
 @contextmanager

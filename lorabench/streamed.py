@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
+import torch
 from torch import Tensor
 
 from lorabench.adapter import Adapter, check_base
@@ -10,6 +11,7 @@ from lorabench.checkpoint import Checkpoint, torch_dtype
 from lorabench.cost import Work
 from lorabench.digest import BitSum, combine
 from lorabench.errors import UnavailableError, WeightsLostError
+from lorabench.limits import check_kernel
 from lorabench.recipe import BASE, State, bound_state
 from lorabench.segments import Segment, lay_out
 from lorabench.stream import get_streamed_kernel, shown
@@ -41,12 +43,13 @@ class StreamedWeights:
     base, adapters, kernel
         As for resident weights; ``reread`` is the only restore, for nothing else keeps nothing.
     keep
-        First rows to keep of each weight that the last sweep fused, by name, to be checked.
+        Rows to keep of each weight that the last sweep passed, by name, to be checked.
 
     Raises
     ------
     UnavailableError
-        A kernel that can't be given tiles, or a restore other than ``reread``.
+        A kernel that can't be given tiles or do what an adapter holds, or a restore other than
+        ``reread``.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class StreamedWeights:
         *,
         kernel: str = "gemm",
         restore: str = "reread",
-        keep: Mapping[str, int] = MappingProxyType({}),
+        keep: Mapping[str, range] = MappingProxyType({}),
     ) -> None:
         check_streamed(kernel, restore)
         self.base = base
@@ -64,6 +67,7 @@ class StreamedWeights:
         check_base(base, self.adapters)
         self.kept: dict[str, Tensor] = {}
         self._keep = keep
+        check_kernel(kernel, self.adapters)
         self._kernel = get_streamed_kernel(kernel)
         self._sums: dict[str, BitSum] = {}
         self._state: State | None = None
@@ -132,18 +136,27 @@ class StreamedWeights:
         return sum((segment.work for segment in segments), Work())
 
     def _take(self, segment: Segment, memory: Tensor, after_weight: Callable[[str], None]) -> None:
-        for name, at, nbytes, last in segment.pieces:
-            self._sums[name].update(memory[at : at + nbytes])
-            if last:
-                after_weight(name)
-        self.kept |= first_rows(segment, memory, self._keep)
+        for piece in segment.pieces:
+            self._sums[piece.name].update(memory[piece.at : piece.at + piece.nbytes])
+            if piece.last:
+                after_weight(piece.name)
+        keep_rows(self.kept, segment, memory, self._keep)
 
 
-def first_rows(segment: Segment, memory: Tensor, counts: Mapping[str, int]) -> dict[str, Tensor]:
-    """Copy the first rows, as many as asked for by name, of the weights fused in a segment."""
-    rows = {}
-    for (spec, at), top, _ in segment.tiles:
-        if top == 0 and (count := min(spec.shape[0], counts.get(spec.name, 0))):
-            data = memory[at : at + count * spec.nbytes // spec.shape[0]].clone()
-            rows[spec.name] = data.view(torch_dtype(spec.dtype)).view(count, *spec.shape[1:])
-    return rows
+def keep_rows(
+    kept: dict[str, Tensor], segment: Segment, memory: Tensor, wanted: Mapping[str, range]
+) -> None:
+    """Copy what a segment has of the rows that are wanted, by name, to ``kept``."""
+    for spec, begin, at, nbytes in segment.pieces:
+        if (rows := wanted.get(spec.name)) is None:
+            continue
+        row_bytes = spec.nbytes // spec.shape[0]
+        if spec.name not in kept:
+            shape = (len(rows), *spec.shape[1:])
+            kept[spec.name] = torch.empty(shape, dtype=torch_dtype(spec.dtype))
+        first, end = (row * row_bytes for row in (rows.start, rows.stop))
+        first, end = max(first, begin), min(end, begin + nbytes)
+        if first < end:
+            there = kept[spec.name].view(-1).view(torch.uint8)
+            there = there[first - rows.start * row_bytes : end - rows.start * row_bytes]
+            there.copy_(memory[at + first - begin : at + end - begin])

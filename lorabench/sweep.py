@@ -1,6 +1,7 @@
 """Weights on their way from one state to another, one after the other."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -8,8 +9,8 @@ from torch import Tensor
 from lorabench.checkpoint import Checkpoint
 from lorabench.cost import Work
 from lorabench.errors import AdapterError
-from lorabench.fuse import Pair, Term
-from lorabench.kernels import Scratch, one_nan
+from lorabench.fuse import Pair, Term, as_matrix, by_rows
+from lorabench.kernels import Scratch, finite_if_all, one_nan
 from lorabench.recipe import State
 from lorabench.restore import Restore
 
@@ -35,7 +36,7 @@ class Sweep:
         self,
         state: State,
         tensors: Mapping[str, Tensor],
-        factors: Mapping[str, Mapping[str, Pair]],
+        factors: Mapping[str, Mapping[str, Sequence[Pair]]],
         restore: Restore,
         scratch: Scratch,
         image: dict[str, Tensor] | None = None,
@@ -46,12 +47,16 @@ class Sweep:
         self._restore = restore
         self._scratch = scratch
         self.image = image
-        # Sums of fused weights, of all or of those that may hold a value that isn't finite.
-        self._sums: dict[str, Tensor] = {}
+        # A number for each fused weight, or for those that may hold a value that isn't finite.
+        self._seen: dict[str, Tensor] = {}
+
+    def keep(self, name: str) -> Work:
+        """Take note of a weight's base bits, which it has just been given."""
+        return self._restore.keep(name, as_matrix(self._tensors[name]))
 
     def unfuse(self, name: str, before: State) -> Work:
         """Give a weight that another state is, or may be, fused into its base bits back."""
-        weight = self._tensors[name]
+        weight = as_matrix(self._tensors[name])
         with self._scratch.span("restore", weight.nbytes):
             return self._restore.restore(name, weight, self._terms(name, before))
 
@@ -65,19 +70,22 @@ class Sweep:
             with self._scratch.span("copy", weight.nbytes):
                 weight = self.image[name] = weight.clone()
             work = Work(snapshot_bytes=weight.nbytes)
+        weight = as_matrix(weight)
         work += self._restore.fuse(name, weight, terms)
-        # One read of a weight that is still in cache; a value that isn't finite makes the sum so.
-        total = weight.sum()
+        seen = finite_if_all(weight)  # it is still in cache
         if weight.device.type == "cpu":  # asking a GPU now would mean waiting for it
-            if total.isfinite():
+            if seen.isfinite():
                 return work
-            one_nan(weight)
-        self._sums[name] = total
+            for rows, _ in by_rows(terms):
+                one_nan(weight[rows.start : rows.stop])
+        self._seen[name] = seen
         return work
 
     def check_finite(self, base: Checkpoint) -> None:
         """Raise :class:`AdapterError` if fusing made infinity or NaN of a value that was finite."""
-        for name in not_finite(self._sums):
+        for name, number in zip(self._seen, numbers(self._seen.values()), strict=True):
+            if isfinite(number):
+                continue
             if self.image is None:
                 before, after = base.read(name), self._tensors[name]
             else:
@@ -91,17 +99,13 @@ class Sweep:
 
     def _terms(self, name: str, state: State) -> list[Term]:
         return [
-            Term(self._factors[role][name], strength)
+            Term(pair, strength)
             for role, strength in state.items()
-            if name in self._factors[role]
+            for pair in self._factors[role].get(name, ())
         ]
 
 
-def not_finite(sums: Mapping[str, Tensor]) -> list[str]:
-    """Name what has a sum that isn't finite, waiting for a GPU once for each dtype."""
-    found = []
-    for dtype in {total.dtype for total in sums.values()}:
-        names = [name for name, total in sums.items() if total.dtype == dtype]
-        finite = torch.stack([sums[name] for name in names]).isfinite().tolist()
-        found += [name for name, ok in zip(names, finite, strict=True) if not ok]
-    return found
+def numbers(tensors: Iterable[Tensor]) -> list[float]:
+    """Return the values of tensors of one element, waiting for a GPU once."""
+    listed = list(tensors)
+    return torch.stack(listed).tolist() if listed else []

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from lorabench.adapter import Adapter
 from lorabench.arithmetic import show
 from lorabench.claims import VERDICTS
 from lorabench.cost import Work
@@ -58,15 +59,26 @@ def inspect_text(fields: Mapping[str, Any]) -> str:
         rows.append(("blocks", fields["blocks"], ""))
     else:
         kind = "an adapter"
+        kinds = [("kind", name, f"x {count:,}") for name, count in fields["kinds"].items()]
         rows += [
-            ("pairs", fields["pairs"], f"rank {_histogram(fields['ranks'])}"),
+            *(("names", style, "") for style in fields["names"]),
+            ("modules", fields["modules"], ""),
+            *kinds,
+            *([("rank", _histogram(fields["ranks"]), "")] if fields["ranks"] else []),
+            *(
+                ("scale", f"{scale['scale']:g}", f"x {scale['modules']:,} ({scale['source']})")
+                for scale in fields["scales"]
+            ),
             _bytes("factor bytes", fields["factor_bytes"]),
             _flops(fields["pass_flops"]),
-            ("scale", f"{fields['scale']:g}", f"({fields['scale_source']})"),
         ]
+        if others := fields["text_encoders"]:
+            rows.append(("text encoders'", len(others), f"{_few(others)}: out of scope"))
     text = f"{fields['path']}: {kind}\n{_facts(rows)}"
+    if refused := fields.get("not_applied"):
+        text += f"\n\nnot applied\n{_refused_lines(refused)}"
     if metadata := fields["metadata"]:
-        shown = [(name, textwrap.shorten(metadata[name], 70), "") for name in metadata]
+        shown = [(_cut(name, 30), _cut(text, 60), "") for name, text in metadata.items()]
         text += f"\n\nmetadata\n{_facts(shown)}"
     if match := fields.get("base"):
         touched = match["touched_params"]
@@ -75,9 +87,38 @@ def inspect_text(fields: Mapping[str, Any]) -> str:
             ("unmatched targets", len(match["unmatched"]), _few(match["unmatched"])),
             ("touched parameters", touched, _share(touched, match["params"])),
             _flops(match["pass_flops"]),
+            _bytes("pass bytes", match["pass_bytes"]),
         ]
         text += f"\n\nheld against {match['name']}\n{_facts(rows)}"
     return text
+
+
+def left_out_text(adapter: Adapter) -> str:
+    """Say what of an adapter isn't applied to a base, though it was allowed; empty if all is."""
+    path = adapter.file.path
+    lines = [
+        f"{path}: {len(names):,} {what}: {_few(names)}"
+        for what, names in (
+            ("modules that the base lacks are left out", adapter.unmatched),
+            ("modules of text encoders are out of scope", adapter.text_encoders),
+        )
+        if names
+    ]
+    if adapter.skipped:
+        told = [{"tensor": k.name, "kind": k.kind, "remedy": k.remedy} for k in adapter.skipped]
+        lines.append(f"{path}: not applied:\n{_refused_lines(told)}")
+    return "\n".join(lines)
+
+
+def _refused_lines(refused: Iterable[Mapping[str, str]]) -> str:
+    """Say for each kind that isn't applied which tensors are of it, and what to do."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for key in refused:
+        kinds.setdefault((key["kind"], key["remedy"]), []).append(key["tensor"])
+    return "\n".join(
+        f"  {kind} x {len(names):,}: {_few(names)}" + (f"\n    {remedy}" if remedy else "")
+        for (kind, remedy), names in kinds.items()
+    )
 
 
 def synth_text(fields: Mapping[str, Any], *, dry_run: bool) -> str:
@@ -319,6 +360,12 @@ def _bytes(name: str, nbytes: int) -> Fact:
 
 def _flops(flops: int) -> Fact:
     return "FLOPs of a pass", flops, scaled(flops, "FLOP")
+
+
+def _cut(text: str, width: int) -> str:
+    """Put a text into a line, its end left out where it is too long."""
+    line = " ".join(text.split())
+    return line if len(line) <= width else f"{line[: width - 3]}..."
 
 
 def _few(names: Sequence[str]) -> str:

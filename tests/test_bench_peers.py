@@ -227,8 +227,8 @@ def test_a_base_that_peers_cannot_fuse_is_refused(tmp_path):
     metadata = {"lora_rank": "4", "lora_alpha": "4"}
     save_file(factors, tmp_path / "user.safetensors", metadata=metadata)
     subject = bench.Subject(tmp_path / "base.safetensors", {"user": tmp_path / "user.safetensors"})
-    with pytest.raises(ConfigError, match=r"'m\.weight' is F32, and peers fuse BF16"):
-        passes.load_targets(subject, "user", 1.0)
+    with pytest.raises(UnavailableError, match=r"in BF16: .*'m\.weight' which is F32"):
+        bench.peers_case(subject, "user", ("gemm",))
 
 
 def test_contenders_that_are_not_known_or_none_are_refused_before_anything_runs(subject):

@@ -1,12 +1,19 @@
 """Safetensors files: read and written bit for bit, refused when damaged, never half written."""
 
+import bz2
 import errno
+import gzip
 import io
 import json
+import lzma
 import os
+import pickle
 import shutil
 import subprocess
 import sys
+import tarfile
+import zipfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +24,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from lorabench.adapter_file import AdapterFile
 from lorabench.checkpoint import Checkpoint, torch_dtype, write_checkpoint
 from lorabench.errors import FileError
 from lorabench.geometry import DTYPE_BYTES, TensorSpec, from_tensors, load_geometry
@@ -179,29 +187,84 @@ W, V = described("F32", [2], 0, 8), described("U8", [4], 8, 12)
 DATA = bytes(12)
 GOOD = raw({"w": W, "v": V}, DATA)
 HUGE = described("F32", [2**62] * 3000, 0, 8)
+NOTHING = described("F32", [0, 4], 8, 8)
+PICKLE = "is a pickle, which can run code .* convert it .*weights_only=True"
+PAGE = b"<!DOCTYPE html><html><body>Not found</body></html>"
+
+
+def saved_by_torch() -> bytes:
+    """What torch.save writes: a zip archive with a pickle in it."""
+    torch.save({"w": torch.zeros(2)}, stream := io.BytesIO())
+    return stream.getvalue()
+
+
+def tarred() -> bytes:
+    with tarfile.open(fileobj=(stream := io.BytesIO()), mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("m.safetensors"))
+    return stream.getvalue()
+
+
+def zipped() -> bytes:
+    with zipfile.ZipFile(stream := io.BytesIO(), "w") as archive:
+        archive.writestr("m.safetensors", GOOD)
+    return stream.getvalue()
+
 
 DAMAGED = {
-    "empty": (b"", "0 bytes"),
-    "shorter than a length": (GOOD[:7], "7 bytes"),
-    "cut inside the header": (GOOD[:50], "no safetensors file or is truncated"),
+    "empty": (b"", "is empty, 0 bytes; download it again"),
+    "shorter than a length": (GOOD[:7], "is truncated: 7 bytes"),
+    "cut inside the header": (
+        GOOD[:50],
+        "is truncated: 50 bytes, whose first eight announce a header of 122; download it again",
+    ),
     "cut inside the data": (GOOD[:-1], "is truncated: the header describes"),
-    "header longer than the file": (raw({}, length=1 << 40), "a header of 1,099,511,627,776"),
-    "empty header": (raw(b"", b"  "), "not JSON"),
+    "header longer than the file": (raw({}, length=3), "is truncated.* a header of 3; download"),
+    "header longer than may be": (
+        raw({}, length=1 << 40),
+        "is no safetensors file: .* a header of 1,099,511,627,776, and the format allows 100,000,",
+    ),
+    "empty header": (raw(b"", b"  "), "the header is not JSON: it begins with b'  '"),
     "header not JSON": (raw(b'{"w": '), "not JSON"),
     "header nested without end": (raw(b"[" * 100_000), "not JSON"),
     "header not UTF-8": (raw(b'{"\xff": 1}'), "not JSON in UTF-8"),
     "header with half a character": (raw(b'{"\\ud800": 1}'), "not JSON in UTF-8"),
-    "header not an object": (raw([1, 2]), "must be a JSON object"),
+    "metadata with half a character": (
+        raw(b'{"__metadata__": {"a": "\\ud800"}}'),
+        "not JSON in UTF-8 .*surrogates",
+    ),
+    "number of more digits than are read": (
+        raw(b'{"w": ' + b"9" * 5000 + b"}"),
+        "not JSON in UTF-8 .*4300 digits",
+    ),
+    "header not an object": (raw([1, 2]), "the header is not JSON: it begins with b'\\[1, 2\\]'"),
+    "header with a mark before it": (raw(b"\xef\xbb\xbf{}"), "not JSON: it begins with b'.xef"),
     "a name twice": (
         raw(b'{"w":' + json.dumps(W).encode() + b',"w":' + json.dumps(W).encode() + b"}", DATA),
         "names 'w' twice",
     ),
-    "metadata no mapping": (raw({"__metadata__": [], "w": W}, DATA[:8]), "'__metadata__'"),
-    "metadata not text": (raw({"__metadata__": {"a": 1}, "w": W}, DATA[:8]), "'__metadata__'"),
+    "metadata no mapping": (
+        raw({"__metadata__": [], "w": W}, DATA[:8]),
+        r"'__metadata__' must map names to strings, found \[\]; save the file again",
+    ),
+    "metadata not text": (
+        raw({"__metadata__": {"a": 1}, "w": W}, DATA[:8]),
+        "'__metadata__' must map names to strings, found {'a': 1}; save the file again",
+    ),
+    "metadata twice": (
+        raw(b'{"__metadata__": {}, "__metadata__": {}}'),
+        "names '__metadata__' twice; the file is damaged",
+    ),
+    "a name too long to be one": (
+        raw({"w" * 1001: W}, DATA[:8]),
+        "the name of tensor 'www.*www' has 1,001 characters, and 1,000 is the most",
+    ),
     "entry no object": (raw({"w": 3}), "tensor 'w': expected dtype, shape and data_offsets"),
     "entry without dtype": (raw({"w": {"shape": [], "data_offsets": [0, 4]}}), "tensor 'w'"),
     "dtype no text": (raw({"w": described([], [2], 0, 8)}, DATA[:8]), "tensor 'w'"),  # type: ignore[arg-type]
-    "dtype unknown": (raw({"w": described("F3", [2], 0, 8)}, DATA[:8]), "tensor 'w': dtype 'F3'"),
+    "dtype unknown": (
+        raw({"w": described("F3", [2], 0, 8)}, DATA[:8]),
+        "tensor 'w': dtype 'F3' is not supported; known: F64, ",
+    ),
     "shape negative": (raw({"w": described("F32", [-2], 0, 8)}, DATA[:8]), "tensor 'w'"),
     "shape not whole": (raw({"w": described("F32", [2.0], 0, 8)}, DATA[:8]), "tensor 'w'"),
     "shape of truths": (raw({"w": described("U8", [True], 0, 1)}, DATA[:1]), "tensor 'w'"),
@@ -217,18 +280,51 @@ DAMAGED = {
         raw({"w": described("F32", [2], 0, 7)}, DATA[:7]),
         r"tensor 'w': F32 \[2\] takes 8 bytes, but data_offsets \[0, 7\] hold 7",
     ),
-    "gap": (raw({"w": W, "v": described("U8", [3], 9, 12)}, DATA), "tensor 'v' begins at byte"),
-    "gap at the start": (raw({"v": V}, DATA), "tensor 'v' begins at byte"),
-    "overlap": (raw({"w": W, "v": described("U8", [4], 7, 11)}, DATA[:11]), "tensor 'v' begins"),
-    "left-over bytes": (GOOD + b"x", "bytes that no tensor owns"),
+    "gap": (
+        raw({"w": W, "v": described("U8", [3], 9, 12)}, DATA),
+        "tensor 'v' leaves bytes to no tensor: it begins at byte 139, and .* ends at 138",
+    ),
+    "gap at the start": (raw({"v": V}, DATA), "tensor 'v' leaves bytes to no tensor"),
+    "overlap": (
+        raw({"w": W, "v": described("U8", [4], 7, 11)}, DATA[:11]),
+        "tensor 'v' overlaps another: it begins at byte 137, and .* ends at 138",
+    ),
+    "two at one place": (
+        raw({"w": W, "v": described("U8", [8], 0, 8)}, DATA[:8]),
+        "tensor 'v' overlaps another",
+    ),
+    "one of no bytes inside another": (
+        raw({"w": W, "v": described("U8", [0], 4, 4)}, DATA[:8]),
+        "tensor 'v' overlaps another",
+    ),
+    "left-over bytes": (
+        GOOD + b"x",
+        "has bytes that no tensor owns: the header describes 142 bytes, found 143",
+    ),
     "Git LFS pointer": (
         b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 42018190584\n",
-        "Git LFS pointer.*git lfs pull",
+        "is a Git LFS pointer, not the file itself; run 'git lfs pull'",
     ),
-    "web page": (b"<!DOCTYPE html><html>not found</html>", "web page"),
-    "pickle": (b"\x80\x02}q\x00(X\x01\x00\x00\x00w", "a pickle; convert it"),
-    "zipped pickle": (b"PK\x03\x04\x00\x00\x08\x08" + bytes(30), "a pickled PyTorch file"),
-    "GGUF": (b"GGUF\x03\x00\x00\x00" + bytes(20), "a GGUF file"),
+    "web page": (PAGE, "is a web page or XML, saved in the model's place; download the file again"),
+    "web page after a line": (b"\n<!doctype html>", "is a web page or XML, saved in the model's"),
+    "web page after a mark": (b"\xef\xbb\xbf\r\n" + PAGE, "is a web page or XML, saved in the"),
+    "XML": (b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", "is a web page or"),
+    "JSON": (b'{"error": "Repository not found"}', "is JSON, as a server's message is, saved in"),
+    "JSON with a brace where a header has one": (b'{"a": [1{"b": 2}]}', "is JSON, as a server's"),
+    "JSON list": (b"[null, null, null]", "is JSON, as a server's message is, saved in"),
+    "text": (b"Invalid username or password.", "is text, as a server's message is, saved in"),
+    "short text": (b"404", "is text, as a server's message is, saved in"),
+    "pickle": (pickle.dumps({"w": [1.0]}), PICKLE),
+    "pickle of an old protocol": (pickle.dumps({"w": [1.0]}, protocol=2), PICKLE),
+    "zipped pickle": (saved_by_torch(), PICKLE),
+    "GGUF": (b"GGUF\x03\x00\x00\x00" + bytes(20), "is a GGUF file; give the safetensors"),
+    "HDF5": (b"\x89HDF\r\n\x1a\n" + bytes(20), "is an HDF5 file; give the model as safetensors"),
+    "zip": (zipped(), "is a zip archive; unpack it"),
+    "gzip": (gzip.compress(GOOD), "is compressed by gzip; unpack it"),
+    "xz": (lzma.compress(GOOD), "is compressed by xz; unpack it"),
+    "bzip2": (bz2.compress(GOOD), "is compressed by bzip2; unpack it"),
+    "zstd": (b"\x28\xb5\x2f\xfd\x24" + bytes(20), "is compressed by zstd; unpack it"),
+    "tar": (tarred(), "is a tar archive; unpack it"),
 }
 
 
@@ -247,6 +343,56 @@ def test_the_undamaged_file_of_these_opens(tmp_path):
     assert [t.name for t in Checkpoint.open(path).tensors] == ["w", "v"]
 
 
+@pytest.mark.parametrize("suffix", [".bin", ".ckpt", ".pkl", ".pt", ".PTH"])
+def test_what_is_named_as_a_pickle_is_refused_as_one_where_it_does_not_show_otherwise(
+    tmp_path, suffix
+):
+    path = tmp_path / f"m{suffix}"
+    for content in (pickle.dumps({"w": [1.0]}, protocol=0), zipped(), b"\x01\x02\x03" * 9):
+        path.write_bytes(content)
+        with pytest.raises(FileError, match=f"^{path}: {PICKLE}"):
+            Checkpoint.open(path)
+    path.write_bytes(PAGE)
+    with pytest.raises(FileError, match=f"^{path}: is a web page"):
+        Checkpoint.open(path)
+    path.write_bytes(GOOD)  # nothing in it can run
+    assert len(Checkpoint.open(path).entries) == 2
+
+
+def test_an_onnx_model_is_refused_as_one(tmp_path):
+    path = tmp_path / "m.onnx"
+    path.write_bytes(b"\x08\x07\x12\x07pytorch\x1a\x052.0.0" + bytes(50))
+    with pytest.raises(FileError, match=f"^{path}: is an ONNX model; give the safetensors"):
+        Checkpoint.open(path)
+
+
+def test_a_folder_with_pickles_alone_is_refused_and_says_so(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(saved_by_torch())
+    message = rf"^{tmp_path}: holds no \.safetensors .*; pytorch_model\.bin {PICKLE}"
+    with pytest.raises(FileError, match=message):
+        Checkpoint.open(tmp_path)
+
+
+def test_odd_headers_that_are_right_are_read(tmp_path):
+    path = tmp_path / "m.safetensors"
+    between = described("F32", [3, 0], 0, 0)
+    for content, names in [
+        (raw({"__metadata__": {}, "w": W, "v": V}, DATA), ["w", "v"]),
+        (raw({"__metadata__": None, "w": W, "v": V}, DATA), ["w", "v"]),
+        (raw({"v": V, "w": W}, DATA), ["v", "w"]),
+        (raw({"w": W, "nothing": NOTHING, "v": V}, DATA), ["w", "nothing", "v"]),
+        (raw({"nothing": between, "": described("U8", [], 0, 1)}, b"x"), ["nothing", ""]),
+        (raw(b"{}      "), []),
+        (raw({"w": W | {"note": "of a later version"}}, DATA[:8]), ["w"]),
+        (raw({"w" * 1000: W}, DATA[:8]), ["w" * 1000]),
+    ]:
+        path.write_bytes(content)
+        file = Checkpoint.open(path)
+        assert list(file.entries) == names
+        assert file.metadata == {}
+        assert all(file.read(name).numel() == file.entries[name].spec.params for name in names)
+
+
 @pytest.mark.parametrize("first", [b"\x80", b"<"])
 def test_a_header_whose_length_begins_as_another_format_does_is_a_header(tmp_path, first):
     path = tmp_path / "m.safetensors"
@@ -255,13 +401,56 @@ def test_a_header_whose_length_begins_as_another_format_does_is_a_header(tmp_pat
     assert Checkpoint.open(path).entries == {}
 
 
-def test_a_header_beyond_the_formats_limit_is_not_read(tmp_path):
+@pytest.mark.parametrize(
+    ("length", "begin", "message"),
+    [
+        (MAX_HEADER_BYTES + 1, b"{", "a header of 100,000,001, and the format allows 100,000,000"),
+        (2**64 - 1, b"{", "a header of 18,446,744,073,709,551,615, and the format allows"),
+        (MAX_HEADER_BYTES, b"{", "is truncated: 50,000,000 bytes.* a header of 100,000,000"),
+        (40_000_000, b"\0", "the header is not JSON: it begins with b'.x00"),
+    ],
+)
+def test_no_more_than_a_beginning_is_read_of_a_header_that_can_not_be_one(
+    tmp_path, monkeypatch, length, begin, message
+):
     path = tmp_path / "m.safetensors"
     with path.open("wb") as stream:
-        stream.write(raw(b"{}", length=MAX_HEADER_BYTES + 1))
-        stream.truncate(MAX_HEADER_BYTES + 100)
-    with pytest.raises(FileError, match="a header of 100,000,001"):
+        stream.write(length.to_bytes(8, "little") + begin)
+        stream.truncate(50_000_000)
+    with few_bytes_read(monkeypatch), pytest.raises(FileError, match=f"^{path}: .*{message}"):
         Checkpoint.open(path)
+
+
+@pytest.mark.parametrize("name", ["m.safetensors.index.json", "adapter_config.json"])
+def test_a_json_file_as_large_as_a_model_is_not_read(tmp_path, monkeypatch, name):
+    (tmp_path / "adapter_model.safetensors").write_bytes(raw({}))
+    with (tmp_path / name).open("wb") as stream:
+        stream.truncate(50_000_000_000)
+    message = f"^{tmp_path / name}: expected a JSON file of 32,000,000 bytes at most, found 50,0"
+    with few_bytes_read(monkeypatch), pytest.raises(FileError, match=message):
+        AdapterFile.open(tmp_path / name if "index" in name else tmp_path)
+
+
+@contextmanager
+def few_bytes_read(monkeypatch):
+    """Check that no more than a buffer is read of any file, or asked for."""
+
+    class Few(io.FileIO):
+        def readinto(self, buffer):
+            assert len(buffer) <= io.DEFAULT_BUFFER_SIZE
+            return super().readinto(buffer)
+
+        def readall(self):
+            raise AssertionError("reads the whole file")
+
+    def opened(path, mode="r", *args, **kwargs):
+        assert mode == "rb"
+        return io.BufferedReader(Few(path, mode))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", opened)
+        patch.setattr(Path, "read_bytes", lambda path: opened(path, "rb").read())
+        yield
 
 
 def test_what_is_no_regular_file_is_refused_with_its_path(tmp_path):
@@ -323,6 +512,16 @@ def write_index(folder: Path, weight_map: object) -> Path:
         ({"w": "1.safetensors", "v": "both.safetensors"}, "both.safetensors", "holds tensor 'w'"),
         ({"w": "bad.safetensors"}, "bad.safetensors", "tensor 'w'"),
         ({"w": "lost.safetensors"}, "lost.safetensors", "Git LFS pointer"),
+        (
+            {"w": "../1.safetensors"},
+            "m.safetensors.index.json",
+            r"places tensor 'w' in '\.\./1\.safetensors', outside the index's folder; put the",
+        ),
+        ({"w": "a/../1.safetensors"}, "m.safetensors.index.json", "outside the index's folder"),
+        ({"w": "/etc/passwd"}, "m.safetensors.index.json", "'/etc/passwd', outside the index's"),
+        ({"w": "inside"}, "inside", "found a folder or device; .*index.json names it as a shard"),
+        ({"w": ""}, "", "found a folder or device; .*index.json names it as a shard"),
+        ({"w": "1.safetensors", "v": "old.bin"}, "old.bin", f"{PICKLE}.*index.json names it as"),
         ({"w": 1}, "m.safetensors.index.json", "'weight_map' of tensor names to shard files"),
         (["w"], "m.safetensors.index.json", "'weight_map' of tensor names to shard files"),
         (None, "m.safetensors.index.json", "'weight_map' of tensor names to shard files"),
@@ -332,6 +531,8 @@ def test_an_index_and_shards_that_disagree_are_refused(tmp_path, weight_map, fil
     two_shards(tmp_path)
     (tmp_path / "both.safetensors").write_bytes(GOOD)
     (tmp_path / "bad.safetensors").write_bytes(raw({"w": 3}))
+    (tmp_path / "old.bin").write_bytes(saved_by_torch())
+    (tmp_path / "inside").mkdir()
     (tmp_path / "lost.safetensors").write_bytes(DAMAGED["Git LFS pointer"][0])
     index = write_index(tmp_path, weight_map)
     with pytest.raises(FileError, match=f"^{tmp_path / file}: .*{message}"):
@@ -344,6 +545,34 @@ def test_an_index_that_is_none_is_refused_with_its_path(tmp_path, content):
     index.write_bytes(content)
     with pytest.raises(FileError, match=f"^{index}: "):
         Checkpoint.open(index)
+
+
+def test_an_index_that_names_what_can_be_no_file_is_refused(tmp_path):
+    index = write_index(tmp_path, {"w": "1\0.safetensors"})
+    with pytest.raises(
+        FileError, match=r"1.x00\.safetensors': can't be a file's name.*index\.json"
+    ):
+        Checkpoint.open(index)
+
+
+def test_shards_that_an_index_does_not_name_are_left_alone(tmp_path):
+    index = two_shards(tmp_path)
+    (tmp_path / "stale.safetensors").write_bytes(raw({"w": W}, b"\xff" * 8))
+    (tmp_path / "damaged.safetensors").write_bytes(PAGE)
+    for path in (index, tmp_path):
+        file = Checkpoint.open(path)
+        assert list(file.entries) == ["w", "v"]
+        assert file.read("w").tolist() == [0, 0]
+        assert [stamped.name for stamped in file.stamps] == ["1.safetensors", "2.safetensors"]
+
+
+def test_a_shard_may_lie_below_the_index_or_be_linked_to_elsewhere(tmp_path):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "model" / "part").mkdir(parents=True)
+    (tmp_path / "cache" / "blob").write_bytes(GOOD)
+    (tmp_path / "model" / "part" / "1.safetensors").symlink_to(tmp_path / "cache" / "blob")
+    index = write_index(tmp_path / "model", {"w": "part/1.safetensors", "v": "part/1.safetensors"})
+    assert list(Checkpoint.open(index).entries) == ["w", "v"]
 
 
 def change_size(path: Path) -> None:

@@ -313,10 +313,12 @@ def test_inspect_describes_an_adapter_without_a_base(run, files, adapters):
     found = run("inspect", files.adapters["user"], "--json").json
     adapter = adapters["user"]
     assert found["kind"] == "adapter"
-    assert found["pairs"] == 62
+    assert (found["modules"], found["kinds"]) == (62, {"LoRA": 62})
+    assert found["names"] == ["lora_A/lora_B"]
     assert found["ranks"] == {str(rank): n for rank, n in adapter.ranks.items()}
-    assert found["scale"] == 1
-    assert found["scale_source"] == "metadata lora_alpha 14 / lora_rank 14"
+    told = "metadata lora_alpha 14 / lora_rank 14"
+    assert found["scales"] == [{"scale": 1.0, "source": told, "modules": 62}]
+    assert found["text_encoders"] == found["not_applied"] == []
     assert found["factor_bytes"] == adapter.factor_bytes
     assert found["dtypes"] == {"BF16": 124}
     assert found["pass_flops"] == 2 * sum(target.macs for target in adapter.targets)
@@ -330,6 +332,8 @@ def test_inspect_holds_an_adapter_against_a_base(run, files, geometry):
     assert found["touched_params"] == geometry.counts().touched_params
     assert found["touched_share"] == found["touched_params"] / found["params"]
     assert found["pass_flops"] == 2 * geometry.counts().macs
+    counts = geometry.counts()
+    assert found["pass_bytes"] == 2 * 2 * counts.touched_params + counts.adapter_tensor_bytes
 
 
 @pytest.fixture
@@ -356,10 +360,75 @@ def test_inspect_refuses_an_adapter_of_another_model(refused, files, tmp_path):
     assert "no modules match the base" in told
 
 
-def test_inspect_refuses_keys_that_are_no_pairs(refused, tmp_path):
+@pytest.fixture
+def mixed(tmp_path):
+    """A file of everything: LoRA of two names, a bias, a full delta, a text encoder's, and DoRA."""
+    file = tmp_path / "mixed.safetensors"
+    write_f32(
+        file,
+        {
+            "lora_unet_blocks_0_to_q.lora_down.weight": [2, 8],
+            "lora_unet_blocks_0_to_q.lora_up.weight": [6, 2],
+            "lora_unet_blocks_0_to_q.alpha": [],
+            "blocks.0.to_k.lora_A.weight": [4, 8],
+            "blocks.0.to_k.lora_B.weight": [6, 4],
+            "blocks.0.to_k.lora_B.bias": [6],
+            "blocks.0.norm.diff": [8],
+            "lora_te_text_model_x.lora_down.weight": [2, 8],
+            "lora_te_text_model_x.lora_up.weight": [6, 2],
+            "blocks.0.to_v.lora_A.weight": [4, 8],
+            "blocks.0.to_v.lora_B.weight": [6, 4],
+            "blocks.0.to_v.dora_scale": [6, 1],
+        },
+        {"lora_alpha": "8", "lora_rank": "4"},
+    )
+    base = tmp_path / "base.safetensors"
+    shapes = {f"blocks.0.to_{x}.weight": [6, 8] for x in "qkv"}
+    write_f32(base, shapes | {"blocks.0.to_k.bias": [6], "blocks.0.norm.weight": [8]})
+    return file, base
+
+
+def test_inspect_tells_every_kind_name_and_scale_that_a_file_holds(run, refused, mixed):
+    file, base = mixed
+    found = run("inspect", file, "--json").json
+    assert set(found["names"]) == {"lora_A/lora_B", "lora_down/lora_up"}
+    assert found["modules"] == 4
+    assert found["kinds"] == {"LoRA": 3, "LoRA bias": 1, "full delta": 1}
+    assert found["ranks"] == {"4": 1, "2": 2}
+    assert {(s["scale"], s["modules"]) for s in found["scales"]} == {(0.0, 1), (2.0, 2)}
+    assert found["text_encoders"] == ["lora_te_text_model_x"]
+    assert {key["tensor"] for key in found["not_applied"]} == {
+        f"blocks.0.to_v.{what}" for what in ("lora_A.weight", "lora_B.weight", "dora_scale")
+    }
+    assert found["pass_flops"] == 2 * (6 * 8 * 2 + 6 * 8 * 4 + 6 * 8 * 2)
+    text = run("inspect", file).out
+    for told in ("not applied", "DoRA x 1: blocks.0.to_v.dora_scale", "merge it into a base"):
+        assert told in text
+    assert max(map(len, text.splitlines())) <= 100
+    assert "isn't applied: DoRA" in refused("inspect", file, "--base", base)
+    match = run("inspect", file, "--base", base, "--allow-skip", "--json").json["base"]
+    assert set(match["matched"]) == {
+        "blocks.0.to_q", "blocks.0.to_k", "blocks.0.to_k.bias", "blocks.0.norm"
+    }  # fmt: skip
+    assert match["touched_params"] == 2 * 6 * 8 + 6 + 8
+    assert match["pass_flops"] == 2 * (6 * 8 * 2 + 6 * 8 * 4)
+
+
+def test_inspect_takes_an_alpha_for_what_a_file_does_not_tell(run, refused, tmp_path, mixed):
+    silent = tmp_path / "silent.safetensors"
+    write_f32(silent, {"x.lora_A.weight": [4, 8], "x.lora_B.weight": [6, 4]})
+    [scale] = run("inspect", silent, "--json").json["scales"]
+    assert scale["scale"] == 1.0
+    assert scale["source"].startswith("assumed")
+    [scale] = run("inspect", silent, "--alpha", 2, "--json").json["scales"]
+    assert (scale["scale"], scale["source"]) == (0.5, "given: alpha 2")
+    assert "leave the given one away" in refused("inspect", mixed[0], "--alpha", 2)
+
+
+def test_inspect_tells_of_half_a_pair(refused, tmp_path):
     kohya = tmp_path / "kohya.safetensors"
     write_f32(kohya, {"lora_unet_x.lora_down.weight": [1, 4]})
-    assert "keys are not understood" in refused("inspect", kohya)
+    assert "but no lora_B (lora_up); the file is incomplete" in refused("inspect", kohya)
 
 
 def test_inspect_refuses_what_is_no_whole_file(refused, files, tmp_path):
@@ -367,7 +436,7 @@ def test_inspect_refuses_what_is_no_whole_file(refused, files, tmp_path):
     cut_off.write_bytes(files.base.read_bytes()[:-1])
     assert "is truncated" in refused("inspect", cut_off, "--json")
     assert "can't be opened" in refused("inspect", tmp_path / "none.safetensors")
-    assert "--base and --allow-unmatched go with an adapter" in refused(
+    assert "--base, --allow-unmatched, --allow-skip and --alpha go with an adapter" in refused(
         "inspect", files.base, "--base", files.base
     )
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lorabench.adapter import Adapter
-from lorabench.checkpoint import Checkpoint
+from lorabench.checkpoint import Checkpoint, torch_dtype
 from lorabench.cost import (
     Parts,
     Prices,
@@ -20,8 +20,8 @@ from lorabench.cost import (
     touches_of,
 )
 from lorabench.errors import UnavailableError
-from lorabench.fuse import Pair, Term
-from lorabench.geometry import load_geometry
+from lorabench.fuse import Pair, Term, as_matrix
+from lorabench.geometry import Target, TensorSpec, load_geometry
 from lorabench.kernels import Scratch
 from lorabench.kernels.gemm import gemm_tiles
 from lorabench.plan import (
@@ -196,21 +196,26 @@ def meta_scratch(touches, states, product) -> int:
     for state in states:
         for weight in {t.weight for targets in touches.values() for t in targets}:
             terms = [
-                Term(
-                    Pair(
-                        torch.empty(t.rank, weight.shape[1], dtype=torch.bfloat16, device=device),
-                        torch.empty(weight.shape[0], t.rank, dtype=torch.bfloat16, device=device),
-                        1.0,
-                    ),
-                    strength,
-                )
+                Term(meta_pair(target), strength)
                 for role, strength in state.items()
-                for t in touches[role]
-                if t.weight == weight
+                for target in touches[role]
+                if target.weight == weight
             ]
-            dtype = torch.bfloat16 if weight.dtype == "BF16" else torch.float32
-            tiles.fuse(torch.empty(weight.shape, dtype=dtype, device=device), terms, scratch)
+            dtype = torch_dtype(weight.dtype)
+            values = torch.empty(weight.shape, dtype=dtype, device=device)
+            tiles.fuse(as_matrix(values), terms, scratch)
     return scratch.nbytes
+
+
+def meta_pair(target: Target) -> Pair:
+    """A pair without memory; without factors where the rank is 0."""
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    rows, rank, in_ = len(target.rows), target.rank, target.columns
+    a = empty(rank, in_) if rank else None
+    return Pair(a, empty(rows, rank or in_), 1.0, target.rows.start)
 
 
 @pytest.mark.parametrize("product", [torch.bfloat16, torch.float32])
@@ -231,6 +236,44 @@ def test_the_scratch_that_is_predicted_is_what_the_kernel_takes(product, states)
     )
     assert predicted == meta_scratch(touches, states, product)
     assert 0 < predicted <= 256 << 20
+
+
+@pytest.mark.parametrize("product", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
+@pytest.mark.parametrize(
+    "touched",  # at which rank, and which rows
+    [
+        [(32, range(0, 3000)), (8, range(1000, 1024))],
+        [(0, None), (32, range(5))],
+        [(32, range(5)), (0, range(4, 6))],
+        [(0, None)],
+    ],
+)
+def test_the_scratch_of_rows_and_deltas_is_predicted_as_well(product, dtype, touched):
+    weight, bias = TensorSpec("w", (4096, 4096), dtype), TensorSpec("b", (9000,), dtype)
+    touches = {f"r{i}": [Target("w", weight, *touch)] for i, touch in enumerate(touched)}
+    touches["r0"].append(Target("b", bias, 0))
+    states = [State(dict.fromkeys(touches, 1.0))]
+    f32 = product == torch.float32
+    predicted = resident_bytes(touches, 0, "reread", states, factor_bytes=0, f32_products=f32)
+    assert predicted == meta_scratch(touches, states, product)
+
+
+def test_rows_are_counted_once_however_many_adapters_touch_them():
+    """By hand: rows 0 to 5 and 3 to 7 of 4 columns, one of the two a delta without factors."""
+    weight = TensorSpec("w", (10, 4), "F16")
+    one, other = Target("w", weight, 2, range(0, 6)), Target("w", weight, 0, range(3, 8))
+    assert (one.macs, one.adapter_params) == (6 * 4 * 2, 2 * (6 + 4))
+    assert (other.macs, other.adapter_params) == (0, 5 * 4)
+    bias = Target("b", TensorSpec("b", (7,), "F32"), 0)
+    assert (bias.macs, bias.adapter_params) == (0, 7)
+    touches = {"one": [one], "other": [other, bias]}
+    both = State(one=1.0, other=1.0)
+    assert predict_work(rebind(BASE, both), touches, 80, "reread") == Work(
+        flops=2 * 48, fused_params=8 * 4 + 7
+    )
+    assert kept_bytes(touches, "residual", [both]) == 2 * 8 * 4 + 4 * 7
+    assert kept_bytes(touches, "images", [both]) == 2 * 40 + 4 * 7
 
 
 @pytest.fixture(scope="module")

@@ -41,12 +41,12 @@ def wanted(base: Checkpoint, device="cpu", dtype=None) -> list[Read]:
     return [
         Read(
             base,
-            name,
+            entry,
             torch.full(
                 entry.spec.shape, 1, dtype=dtype or torch_dtype(entry.spec.dtype), device=device
             ),
         )
-        for name, entry in base.entries.items()
+        for entry in base.entries.values()
     ]
 
 
@@ -58,7 +58,7 @@ def test_each_tensor_is_given_in_the_order_asked_for_with_the_files_bits(
     with nothing_left(), read_ahead(reads) as arrived:
         for read, expected in zip(arrived, reads, strict=True):
             assert read is expected
-            assert torch.equal(bits(read.into.cpu()), bits(either.base.read(read.name)))
+            assert torch.equal(bits(read.into.cpu()), bits(either.base.read(read.entry.spec.name)))
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
@@ -66,13 +66,13 @@ def test_into_another_dtype_values_are_rounded_and_the_rest_keep_their_bits(
     either, device, buffer_bytes
 ):
     reads = wanted(either.base, device, torch.bfloat16)
-    dtypes = {torch_dtype(read.file.entries[read.name].spec.dtype) for read in reads}
+    dtypes = {torch_dtype(read.entry.spec.dtype) for read in reads}
     assert {torch.bfloat16, torch.float32, torch.uint8} <= dtypes
     with nothing_left(), read_ahead(reads) as arrived:
         for read, expected in zip(arrived, reads, strict=True):
             assert read is expected
-            values = either.base.read(read.name).bfloat16()
-            assert torch.equal(bits(read.into.cpu()), bits(values)), read.name
+            values = either.base.read(read.entry.spec.name).bfloat16()
+            assert torch.equal(bits(read.into.cpu()), bits(values)), read.entry.spec.name
 
 
 def test_nothing_is_read_when_nothing_is_asked_for():
@@ -100,7 +100,7 @@ def test_what_comes_next_is_read_while_the_caller_works(model, monkeypatch):
     with read_ahead(reads) as arrived:
         next(arrived)
         assert last.wait(10)
-        assert torch.equal(bits(reads[-1].into), bits(model.base.read(reads[-1].name)))
+        assert torch.equal(bits(reads[-1].into), bits(model.base.read(reads[-1].entry.spec.name)))
 
 
 def test_a_reader_is_so_many_items_ahead_and_no_more():
@@ -276,5 +276,5 @@ def test_a_callers_settings_of_torch_do_not_lead_the_reader_astray(model, dtype)
         finally:
             torch.set_default_device(None)
         for read in reads:
-            expected = model.base.read(read.name).to(read.into.dtype)
+            expected = model.base.read(read.entry.spec.name).to(read.into.dtype)
             assert torch.equal(bits(read.into), bits(expected))

@@ -367,7 +367,7 @@ def test_factors_are_held_in_bf16_where_the_rule_rounds_them_to_it(tmp_path, rul
     model = write_model(tmp_path, {"user": "ac"}, modules="ac", factors=torch.float32)
     weights = model.resident("gemm", rule=rule)
     weights.load(State(user=0.8))
-    held = {f.dtype for pair in weights.factors("user").values() for f in (pair.a, pair.b)}
+    held = {f.dtype for pairs in weights.factors("user").values() for f in pairs[0].factors}
     assert held == {torch.bfloat16 if rule in ("R1", "R2") else torch.float32}
     for name, expected in model.expected(State(user=0.8), rule).items():
         got = weights.tensors[name].float()

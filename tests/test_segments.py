@@ -87,7 +87,7 @@ def test_every_row_of_a_touched_weight_has_its_factors_in_the_states_order(
             assert [f.strength for f in factors] == [state[role] for role in roles]
             for role, (a, b, scale, _, file) in zip(roles, factors, strict=True):
                 adapter, pair = either.adapters[role], pairs[role][name]
-                assert (file, scale) == (adapter.file.path, adapter.scale)
+                assert (file, scale) == (adapter.file.path, pair.scale)
                 assert a.spec == pair.a.spec
                 assert in_memory(a) == content(adapter.file, pair.a.spec.name)
                 step = b.spec.nbytes // rows

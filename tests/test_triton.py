@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 from lorabench.errors import UnavailableError
 from lorabench.fuse import Pair, Term, reference_deltas, reference_fuse
-from lorabench.kernels import Scratch, get_tiles, one_nan, triton_block, triton_fuse
+from lorabench.kernels import Scratch, get_kernel, get_tiles, one_nan, triton_block, triton_fuse
 from lorabench.kernels.triton_fuse import (
     WIDE,
     Block,
@@ -131,6 +131,25 @@ def interpreted_odds(same):
     one_nan(expected := reference_fuse(base, [one]))
     kernel(weight, [one], Scratch())
     yield "chosen for a device", torch.equal(bits(weight), bits(expected))
+    yield from interpreted_kinds(one, ones)
+
+
+def interpreted_kinds(one, other):
+    """Yield weights of other dtypes, and terms that touch some rows only."""
+    g = torch.Generator().manual_seed(2)
+    some = Term(other.pair.within(range(3, 20))._replace(top=9), 0.3)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        base = torch.randn(33, 65, generator=g).to(dtype)
+        base[26:] = -0.0
+        upper = Term(one.pair.within(range(12)), 0.8)
+        for name, terms in {"all": [one, other], "some": [upper, some]}.items():
+            expected = reference_fuse(base, terms)
+            for way, fuse in {
+                "kernel": get_kernel("triton", CPU),
+                "deltas": get_tiles("triton", CPU).fuse,
+            }.items():
+                fuse(weight := base.clone(), terms, Scratch())
+                yield f"{name} rows in {dtype}, {way}", torch.equal(bits(weight), bits(expected))
 
 
 def test_interpreted_the_kernel_gives_the_rules_bits():
@@ -156,6 +175,7 @@ class Launches:
         return lambda *arguments, **options: self.seen.append((arguments, options))
 
 
+POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 SHARED = {80: 163 << 10, 90: 227 << 10, 121: 99 << 10}  # A100, H200, GB10: bytes for programs
 ONE_PASS = {"out": 4096, "in_": 4096, "rank": 450, "strengths": [0.8]}
 WORK = {
@@ -163,6 +183,7 @@ WORK = {
     "one pass with edges": ONE_PASS | {"out": 1000, "in_": 1008},
     "one pass, wide": ONE_PASS | {"block": WIDE},
     "one pass in f32": ONE_PASS | {"held": torch.float32},
+    "one pass in f16": ONE_PASS | {"held": torch.float16},
     "32 rows": ONE_PASS | {"out": 32, "rank": 32},
     "two adapters": ONE_PASS | {"strengths": [0.8, 0.3]},
 }
@@ -187,7 +208,7 @@ def compiled(capability, arguments, options):
     signature, constants, known = {}, {}, {}
     for i, (name, value) in enumerate(zip(kernel.arg_names, arguments, strict=False)):
         if isinstance(value, torch.Tensor):
-            signature[name] = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[value.dtype]
+            signature[name] = POINTERS[value.dtype]
             known[(i,)] = [["tt.divisibility", 16]]
         elif isinstance(value, float):
             signature[name] = "fp32"

@@ -212,6 +212,11 @@ def _engine(
     return Way(weights, fuse, unfuse)
 
 
+def _pair_in(dtype: torch.dtype, pair: Pair) -> Pair:
+    a, b = pair.factors
+    return pair._replace(a=a.to(dtype), b=b.to(dtype))
+
+
 def _peft(layers: Sequence[Layer], dtype: torch.dtype, peer: str) -> Way:
     """Return PEFT's merge and unmerge, from a weight and an adapter of one dtype.
 
@@ -220,9 +225,7 @@ def _peft(layers: Sequence[Layer], dtype: torch.dtype, peer: str) -> Way:
     """
     weights = [layer.weight.to(dtype, copy=True) for layer in layers]
     held = [
-        get_peer(peer).hold(
-            weight, [Term(Pair(pair.a.to(dtype), pair.b.to(dtype), pair.scale), 1.0)]
-        )
+        get_peer(peer).hold(weight, [Term(_pair_in(dtype, pair), 1.0)])
         for weight, (_, pair) in zip(weights, layers, strict=True)
     ]
 
@@ -254,7 +257,8 @@ def _synthetic(ratio: float) -> Layer:
 
 
 def _delta(pair: Pair) -> Tensor:
-    return pair.scale * (pair.b.double() @ pair.a.double())
+    a, b = pair.factors
+    return pair.scale * (b.double() @ a.double())
 
 
 def _ratio(layers: Sequence[Layer]) -> float:
@@ -283,7 +287,8 @@ def _check(fused: Tensor, base: Tensor, pair: Pair, where: str) -> None:
     # The engine rounds to bf16 whatever the weight's dtype, and the factors as well.
     coarse = torch.bfloat16 if base.dtype == torch.float32 else base.dtype
     size = torch.maximum(fused.double().abs(), base.double().abs())
-    factors = pair.scale * (pair.b.double().abs() @ pair.a.double().abs())
+    a, b = pair.factors
+    factors = pair.scale * (b.double().abs() @ a.double().abs())
     eps = torch.finfo(coarse).eps
     bound = _ulp(size, coarse) + _ulp(delta, coarse) + 2 * eps * factors
     if not bool((off <= bound).all()):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lorabench.adapter import Adapter
 from lorabench.bench.cases import Case, Result, Subject
-from lorabench.check import CHECKED_ROWS, check_rows, weights_to_check
+from lorabench.check import check_rows, rows_to_check
 from lorabench.checkpoint import Checkpoint, check_room
 from lorabench.cost import Work
 from lorabench.directio import Writer, in_blocks
@@ -22,7 +22,7 @@ from lorabench.measure import Observation, Observer, Samples
 from lorabench.recipe import BASE, State
 from lorabench.segments import Segment, lay_out
 from lorabench.stream import get_streamed_kernel, shown
-from lorabench.streamed import first_rows
+from lorabench.streamed import keep_rows
 
 Rows = Mapping[str, Tensor]
 
@@ -51,7 +51,7 @@ def _fuse(subject: Subject, folder: Path, rounds: int) -> Sequence[Result]:
     if len(base.stamps) != 1:
         raise ConfigError(f"{base.path}: is in shards; measure on a base in one file")
     state = State(dict.fromkeys(adapters, 1.0))
-    names = weights_to_check(adapters)
+    wanted = rows_to_check(adapters)
     segments = lay_out(base, adapters, state)
     inputs = [*base.stamps, *(file for a in adapters.values() for file in a.file.stamps)]
     out = folder / "bench-fuse.safetensors"
@@ -69,7 +69,7 @@ def _fuse(subject: Subject, folder: Path, rounds: int) -> Sequence[Result]:
     parts = {
         "read and write": _Part(copy, BASE, moved),
         "read and fuse": _Part(
-            lambda: _pass(segments, base, adapters, names),
+            lambda: _pass(segments, base, adapters, wanted),
             state,
             {"bytes_read": work.file_bytes, "flops": work.flops},
         ),
@@ -88,11 +88,11 @@ def _fuse(subject: Subject, folder: Path, rounds: int) -> Sequence[Result]:
                     rows = part.run()
                     seconds[name].append(perf_counter() - start)
                 seen[name].append(observer.observation)
-                rows = rows or _rows_of(Checkpoint.open(out), names)
+                rows = rows or _rows_of(Checkpoint.open(out), wanted)
                 if part.state:
                     checks[name] = check_rows(rows, base, adapters, part.state)
                 else:
-                    checks[name] = _check_copy(rows, _rows_of(base, names))
+                    checks[name] = _check_copy(rows, _rows_of(base, wanted))
                 out.unlink(missing_ok=True)
     finally:
         out.unlink(missing_ok=True)
@@ -131,15 +131,14 @@ def _pass(
     segments: Sequence[Segment],
     base: Checkpoint,
     adapters: Mapping[str, Adapter],
-    names: Iterable[str],
+    wanted: Mapping[str, range],
 ) -> Rows:
     """Read and fuse; keep the rows to check."""
-    counts = dict.fromkeys(names, CHECKED_ROWS)
     kept: dict[str, Tensor] = {}
     kernel = get_streamed_kernel("gemm")
     with shown(segments, base, adapters, kernel, "read and fuse") as passed:
         for segment, memory in passed:
-            kept |= first_rows(segment, memory, counts)
+            keep_rows(kept, segment, memory, wanted)
     return kept
 
 
@@ -157,8 +156,8 @@ def forget(files: Iterable[Path]) -> None:
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _rows_of(file: Checkpoint, names: Iterable[str]) -> dict[str, Tensor]:
-    return {name: file.read(name)[:CHECKED_ROWS] for name in names}
+def _rows_of(file: Checkpoint, wanted: Mapping[str, range]) -> dict[str, Tensor]:
+    return {name: file.read(name)[rows.start : rows.stop] for name, rows in wanted.items()}
 
 
 def _check_copy(rows: Rows, base: Rows) -> str:

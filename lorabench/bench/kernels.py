@@ -11,6 +11,8 @@ from lorabench.bench.cases import Case, Result, Subject
 from lorabench.check import compare
 from lorabench.fuse import Pair, Term
 from lorabench.kernels import Scratch, get_kernel
+from lorabench.limits import check_plain
+from lorabench.loading import read_factors
 from lorabench.measure import Observer, Samples, time_once
 from lorabench.peers import fuse_ltx_core
 
@@ -34,6 +36,8 @@ def kernels_case(
         "contenders": list(contenders),
         "budget_seconds": budget_seconds,
     }
+    _, adapters = subject.open()
+    check_plain("a kernel", adapters[role])
     return Case(what, _kernels, (subject, role, tuple(contenders), budget_seconds))
 
 
@@ -46,7 +50,7 @@ def _kernels(
 
     def fuse(contender: str, rows: int) -> tuple[float, Tensor]:
         weight = base[:rows].clone()
-        terms = [Term(pair._replace(b=pair.b[:rows]), 1.0)]
+        terms = [Term(pair.within(range(rows)), 1.0)]
         fused = [weight]
         if contender == "ltx_core":
             seconds = time_once(lambda: fused.__setitem__(0, fuse_ltx_core(weight, terms)), device)
@@ -76,7 +80,7 @@ def _kernels(
     results = []
     for contender in contenders:
         n = rows[contender]
-        terms = [Term(Pair(pair.a.cpu(), pair.b[:n].cpu(), pair.scale), 1.0)]
+        terms = [Term(pair.within(range(n)).cpu(), 1.0)]
         share = compare(last[contender].cpu(), base[:n].cpu(), terms, where=module)
         results.append(
             Result(
@@ -84,7 +88,7 @@ def _kernels(
                 check="within the reference's summation bound",
                 details={"differing_share": share, "others_cores": others},
                 what={"contender": contender, "module": module, "rows": n},
-                counted={"flops": 2 * n * pair.a.shape[0] * pair.a.shape[1]},
+                counted={"flops": terms[0].pair.flops},
             )
         )
     return results
@@ -102,5 +106,5 @@ def heaviest(subject: Subject, role: str) -> tuple[Tensor, str, Pair]:
     only = replace(
         adapters[role], pairs=tuple(p for p in adapters[role].pairs if p.module == chosen.module)
     )
-    pair = only.load(subject.device)[chosen.weight.name]
+    (pair,) = read_factors(only, subject.device)[chosen.weight.name]
     return base.read(chosen.weight.name).to(subject.device), chosen.module, pair

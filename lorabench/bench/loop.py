@@ -19,6 +19,8 @@ from lorabench.checkpoint import Checkpoint, torch_dtype
 from lorabench.errors import ConfigError
 from lorabench.fuse import Pair, Term
 from lorabench.kernels import Scratch, get_kernel
+from lorabench.limits import check_plain
+from lorabench.loading import read_factors
 from lorabench.measure import Samples, time_boxed
 from lorabench.outside import Watch, visible
 
@@ -55,6 +57,8 @@ def loop_case(
         "budget_seconds": budget_seconds,
         "widen": widen,
     }
+    _, adapters = subject.open()
+    check_plain("the scalar loop", adapters[role])
     if subject.device != "cpu":
         raise ConfigError(f"the scalar loop runs on the CPU, not on '{subject.device}'")
     return Case(what, _loop, (subject, role, budget_seconds, widen))
@@ -203,7 +207,7 @@ class _Pass:
         spec = entry.weight
         self._weight = self._buffer[: spec.nbytes].view(torch_dtype(spec.dtype)).view(spec.shape)
         self._base.read_into(spec.name, self._weight)
-        self._factors = replace(self._adapter, pairs=(entry,)).load()[spec.name]
+        (self._factors,) = read_factors(replace(self._adapter, pairs=(entry,)))[spec.name]
 
     def _compile(self) -> None:
         """Make the kernel's code for each dtype that it will meet."""

@@ -12,9 +12,9 @@ from torch import Tensor
 from lorabench.bench.cases import Subject
 from lorabench.bench.ceiling import Squares
 from lorabench.check import compare
-from lorabench.errors import ConfigError
 from lorabench.fuse import Term
 from lorabench.kernels import KERNELS, Scratch, get_kernel
+from lorabench.loading import read_factors
 from lorabench.measure import time_once
 from lorabench.peers import Held, Hold, get_peer
 from lorabench.records import JSON
@@ -37,7 +37,7 @@ class Target(NamedTuple):
     def kind(self) -> Kind:
         """Rows, columns and rank."""
         out, in_ = self.base.shape
-        return out, in_, self.term.pair.a.shape[0]
+        return out, in_, len(self.term.pair.factors[0])
 
     @property
     def flops(self) -> int:
@@ -48,29 +48,17 @@ class Target(NamedTuple):
 def load_targets(
     subject: Subject, role: str, strength: float, names: Sequence[str] | None = None
 ) -> list[Target]:
-    """Read an adapter's targets, or those of some names, in the order of the base's file.
-
-    Raises
-    ------
-    ConfigError
-        A weight isn't bf16, as peers want it.
-    """
+    """Read an adapter's targets, or those of some names, in the order of the base's file."""
     base, adapters = subject.open()
     adapter = adapters[role]
     if names is not None:
         chosen = tuple(pair for pair in adapter.pairs if pair.weight.name in names)
         adapter = replace(adapter, pairs=chosen)
-    for entry in adapter.pairs:
-        if entry.weight.dtype != "BF16":
-            raise ConfigError(
-                f"{base.path}: '{entry.weight.name}' is {entry.weight.dtype}, and peers fuse BF16 "
-                f"weights; measure on a base that has those"
-            )
-    pairs = adapter.load(subject.device)
+    pairs = read_factors(adapter, subject.device)
     return [
-        Target(name, base.read(name).to(subject.device), Term(pairs[name], strength))
+        Target(name, base.read(name).to(subject.device), Term(pair, strength))
         for name in base.entries
-        if name in pairs
+        for pair in pairs.get(name, ())
     ]
 
 
@@ -208,10 +196,10 @@ class Contender:
         off, off_ours = [], []
         for i, fused in rows.items():
             name, base, (pair, strength) = self.targets[i]
-            base, pair = base[: len(fused)], pair._replace(b=pair.b[: len(fused)])
+            base, pair = base[: len(fused)], pair.within(range(len(fused)))
             ours(mine := base.clone(), [Term(pair, strength)], Scratch(self.device))
             off_ours.append(float((fused != mine).float().mean()))
-            term = Term(pair._replace(a=pair.a.cpu(), b=pair.b.cpu()), strength)
+            term = Term(pair.cpu(), strength)
             off.append(compare(fused.cpu(), base.cpu(), [term], where=name, rule=self.rule))
         return Agreement(len(rows), max(off), max(off_ours))
 

@@ -31,6 +31,7 @@ from lorabench.bench.passes import (
 )
 from lorabench.errors import ConfigError
 from lorabench.kernels.scratch import product_dtype
+from lorabench.limits import check_plain
 from lorabench.measure import Observer, Samples
 from lorabench.records import JSON
 
@@ -71,7 +72,7 @@ def peers_case(
     ConfigError
         No contenders, or more threads than cores.
     UnavailableError
-        A contender that isn't known, or isn't here.
+        A contender that isn't known, or isn't here; or the adapter holds what peers aren't given.
     """
     if not contenders:
         raise ConfigError("contenders: expected one or more, found none; name some")
@@ -80,6 +81,8 @@ def peers_case(
         raise ConfigError(f"threads: expected 1 to {cores}, this machine's cores, found {threads}")
     for name in contenders:
         rule_of(name, torch.device(subject.device))
+    _, adapters = subject.open()
+    check_plain("a peer", adapters[role], dtypes=("BF16",))
     what = {
         "bench": "peers",
         **subject.what(),

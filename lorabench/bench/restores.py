@@ -17,11 +17,11 @@ import torch
 from lorabench.account import Account
 from lorabench.adapter import Adapter
 from lorabench.bench.cases import Case, Result, Subject
-from lorabench.check import CHECKED_ROWS, check_against_reference, weights_to_check
+from lorabench.check import check_against_reference, rows_to_check
 from lorabench.checkpoint import Checkpoint
 from lorabench.cost import Work
 from lorabench.errors import CheckError, ConfigError
-from lorabench.fuse import Term, reference_deltas
+from lorabench.fuse import Term, as_matrix, by_rows, reference_deltas
 from lorabench.kernels import Scratch, get_tiles
 from lorabench.measure import Observer, Samples, time_once
 from lorabench.recipe import BASE, State
@@ -216,7 +216,11 @@ class _Plain:
     def terms(self, name: str, state: State) -> list[Term]:
         """Return what a state fuses into a weight."""
         factors = {role: self.weights.factors(role) for role in state}
-        return [Term(factors[role][name], s) for role, s in state.items() if name in factors[role]]
+        return [
+            Term(pair, strength)
+            for role, strength in state.items()
+            for pair in factors[role].get(name, ())
+        ]
 
     def wrong_share(self, weights: ResidentWeights) -> float:
         """Return the share of touched values that differ, where both are in the base state."""
@@ -274,19 +278,24 @@ def _what_residuals_need(restore: str, plain: _Plain, state: State) -> dict[str,
     from lorabench.corrections import correction_entropy
 
     device = plain.weights.device
-    touched = ((plain.weights.tensors[name], plain.terms(name, state)) for name in plain.names)
+    touched = (
+        (as_matrix(weight), plain.terms(name, state))
+        for name, weight in plain.weights.tensors.items()
+        if name in plain.names and weight.dtype == torch.bfloat16
+    )
     entropy = correction_entropy(touched, get_tiles("gemm", device), Scratch(device))
     return {"entropy_bits": entropy.bits, "entropy_given_exponent": entropy.given_exponent}
 
 
 def _ratio(plain: _Plain, state: State) -> float:
     """Return std(delta) / std(weight) over rows of a few weights."""
-    deltas, rows = [], []
-    for name in weights_to_check(plain.weights.adapters):
+    deltas, values = [], []
+    for name, rows in rows_to_check(plain.weights.adapters).items():
+        weight = as_matrix(plain.weights.tensors[name])[rows.start : rows.stop].cpu()
         terms = [
-            Term(pair._replace(a=pair.a.cpu(), b=pair.b[:CHECKED_ROWS].cpu()), strength)
-            for pair, strength in plain.terms(name, state)
+            Term(pair.within(rows).cpu(), strength) for pair, strength in plain.terms(name, state)
         ]
-        deltas.append(reference_deltas(terms)[0].float().flatten())
-        rows.append(plain.weights.tensors[name][:CHECKED_ROWS].cpu().float().flatten())
-    return float(torch.cat(deltas).std() / torch.cat(rows).std())
+        for touched, mine in by_rows(terms):
+            deltas.append(reference_deltas(mine)[0].float().flatten())
+            values.append(weight[touched.start : touched.stop].float().flatten())
+    return float(torch.cat(deltas).std() / torch.cat(values).std())

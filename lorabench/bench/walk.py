@@ -9,10 +9,9 @@ from torch import Tensor
 
 from lorabench.bench.cases import Case, Result, Subject
 from lorabench.check import (
-    CHECKED_ROWS,
     check_against_reference,
     check_rows,
-    weights_to_check,
+    rows_to_check,
 )
 from lorabench.checkpoint import Checkpoint
 from lorabench.digest import digest
@@ -67,8 +66,7 @@ def _walk(
     geometry, device = subject.geometry(), torch.device(subject.device)
     how = {"kernel": strategy.kernel, "restore": strategy.restore}
     if streamed:
-        checked = dict.fromkeys(weights_to_check(adapters), CHECKED_ROWS)
-        weights = StreamedWeights(base, adapters, **how, keep=checked)
+        weights = StreamedWeights(base, adapters, **how, keep=rows_to_check(adapters))
     else:
         weights = ResidentWeights(base, adapters, **how, device=device)
     exact = strategy.restore != "subtract"

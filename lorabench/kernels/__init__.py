@@ -1,9 +1,10 @@
 """Fuse's meaning, executed: one function a kernel, all with one signature.
 
-A kernel takes base bits ``weight [out, in]`` (bf16 or f32, contiguous), the terms of a state at
-that weight, and scratch memory; it leaves the fused bits in ``weight``. It allocates nothing but
-what the scratch doesn't have yet. ``reference`` is what the others are held against. Those that
-compute a delta first also show it: see :class:`Tiles`.
+A kernel takes base bits ``weight [out, in]`` (bf16, f16 or f32, contiguous; a bias as ``[n, 1]``),
+the terms of a state at that weight, and scratch memory; it leaves the fused bits in ``weight``, and
+rows that no term touches as they are. It allocates nothing but what the scratch doesn't have yet.
+``reference`` is what the others are held against. Those that compute a delta first also show it:
+see :class:`Tiles`. Some can't do all of that: see :func:`lorabench.limits.check_kernel`.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lorabench.errors import UnavailableError, did_you_mean
-from lorabench.fuse import RULES, Term, reference_deltas
+from lorabench.fuse import RULES, Term, by_rows, reference_deltas
 from lorabench.kernels.gemm import gemm_tiles
 from lorabench.kernels.scratch import Scratch
 from lorabench.kernels.tiles import Tiles
@@ -27,8 +28,19 @@ def _fuse_scalar(weight: Tensor, terms: Sequence[Term], scratch: Scratch) -> Non
     fuse_scalar(weight, terms, scratch)
 
 
+def _by_rows(kernel: Kernel) -> Kernel:
+    """Give a kernel, whose terms have to touch all of a weight, rows that the same terms touch."""
+
+    def fuse(weight: Tensor, terms: Sequence[Term], scratch: Scratch) -> None:
+        for rows, mine in by_rows(terms):
+            part = weight if len(rows) == len(weight) else weight[rows.start : rows.stop]
+            kernel(part, mine, scratch)
+
+    return fuse
+
+
 def _reference_tiles(rule: str) -> Tiles:
-    return Tiles(rule, lambda terms, scratch: iter(reference_deltas(terms, rule)))
+    return Tiles(rule, lambda terms, _, dtype: iter(reference_deltas(terms, rule, dtype)))
 
 
 _TILED: dict[str, Callable[[str], Tiles]] = {"reference": _reference_tiles, "gemm": gemm_tiles}
@@ -51,14 +63,14 @@ def get_kernel(name: str, device: torch.device, rule: str = "R1") -> Kernel:
     if name == "triton":
         from lorabench.kernels.triton_fuse import triton_kernel
 
-        return triton_kernel(device, rule)
+        return _by_rows(triton_kernel(device, rule))
     if name in _TILED:
         return get_tiles(name, device, rule).fuse
     if device.type != "cpu":
         raise UnavailableError(f"kernel 'scalar' is a CPU loop; it can't run on '{device}'")
     if rule != "R1":
         raise UnavailableError(f"kernel 'scalar' has rule R1 only, {rule} was asked for")
-    return _fuse_scalar
+    return _by_rows(_fuse_scalar)
 
 
 def get_tiles(name: str, device: torch.device, rule: str = "R1") -> Tiles:
@@ -85,7 +97,7 @@ def get_tiles(name: str, device: torch.device, rule: str = "R1") -> Tiles:
 
 
 def one_nan(weight: Tensor) -> None:
-    """Give every NaN the bits of the quiet one.
+    """Give every NaN of a fused weight, or of the rows that were, the bits of the quiet one.
 
     On a CPU torch's vector path rounds a NaN to other bits than its scalar path, and which element
     is on which depends on the number of threads. For values that are known not to be finite.
@@ -93,4 +105,24 @@ def one_nan(weight: Tensor) -> None:
     weight.masked_fill_(weight.isnan(), float("nan"))
 
 
-__all__ = ["KERNELS", "Kernel", "Scratch", "Tiles", "get_kernel", "get_tiles", "one_nan"]
+def finite_if_all(weight: Tensor) -> Tensor:
+    """Return a number that isn't finite if a value of a weight isn't, by one read of it.
+
+    It may be infinite where all values are finite but large: then they have to be looked at.
+    """
+    if weight.dtype != torch.float16 or not weight.numel():
+        return weight.sum()
+    low, high = weight.aminmax()  # an f16 sum of values like a norm's is soon infinite
+    return low.float() + high.float()
+
+
+__all__ = [
+    "KERNELS",
+    "Kernel",
+    "Scratch",
+    "Tiles",
+    "finite_if_all",
+    "get_kernel",
+    "get_tiles",
+    "one_nan",
+]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lorabench.fuse import Term
+from lorabench.fuse import Term, delta_dtype, factor_dtype
 from lorabench.kernels.scratch import Scratch, product_dtype
 from lorabench.kernels.tiles import Tiles
 
@@ -36,34 +36,42 @@ def gemm_tiles(rule: str = "R1", product: torch.dtype | None = None) -> Tiles:
     f32 by the library) or f32 on the factors' widened bf16 values; by default the device's faster.
     """
 
-    def products(terms: Sequence[Term], scratch: Scratch) -> _Products:
+    def products(terms: Sequence[Term], scratch: Scratch, weight: torch.dtype) -> _Products:
         dtype = product_dtype(scratch.device) if product is None else product
-        return _Products(rule, dtype, scratch, PREPARED_BYTES // len(terms))
+        rounded = delta_dtype(rule, weight)
+        if rounded == torch.float16:
+            dtype = torch.float32  # of which no library rounds partial sums
+        factors = factor_dtype(rule, weight)
+        return _Products(rule, factors, dtype, rounded, scratch, PREPARED_BYTES // len(terms))
 
-    def deltas(terms: Sequence[Term], scratch: Scratch) -> Iterator[Tensor]:
-        return _deltas(products(terms, scratch), terms)
+    def deltas(terms: Sequence[Term], scratch: Scratch, weight: torch.dtype) -> Iterator[Tensor]:
+        return _deltas(products(terms, scratch, weight), terms)
 
-    def prepare(terms: Sequence[Term], scratch: Scratch) -> list[Term]:
-        return _prepare(products(terms, scratch), terms)
+    def prepare(terms: Sequence[Term], scratch: Scratch, weight: torch.dtype) -> list[Term]:
+        return _prepare(products(terms, scratch, weight), terms)
 
     return Tiles(rule, deltas, tile_rows, prepare)
 
 
 def _deltas(products: "_Products", terms: Sequence[Term]) -> Iterator[Tensor]:
     scratch, rule = products.scratch, products.rule
-    shape = (len(terms[0].pair.b), terms[0].pair.a.shape[1])
     first, *further = terms
+    b, a = first.pair.b, first.pair.a
+    shape = (len(b), b.shape[1] if a is None else a.shape[1])
     if rule == "R4":
         total = products.scaled(first, scratch.take("total", shape, torch.float32))
         for term in further:
             total.add_(products.scaled(term, scratch.take("sum", shape, torch.float32)))
         yield total
         return
-    delta = scratch.take("delta", shape, torch.bfloat16)
+    delta = scratch.take("delta", shape, products.delta)
     if rule == "R1":
-        b = products.converted(first.pair.b, "b", torch.bfloat16)
-        scaled = scratch.take("scaled", tuple(b.shape), torch.bfloat16)
-        products.rounded(torch.mul(b, first.factor, out=scaled), first.pair.a, delta)
+        b = products.converted(b, "b", torch.bfloat16)
+        if a is None:
+            torch.mul(b, first.factor, out=delta)
+        else:
+            scaled = scratch.take("scaled", tuple(b.shape), torch.bfloat16)
+            products.rounded(torch.mul(b, first.factor, out=scaled), a, delta)
         for term in further:
             total = products.scaled(term, scratch.take("sum", shape, torch.float32))
             with scratch.span("add", nbytes=2 * total.nbytes + 2 * delta.nbytes):
@@ -74,8 +82,11 @@ def _deltas(products: "_Products", terms: Sequence[Term]) -> Iterator[Tensor]:
         return
     for term in terms:
         if rule == "R2":
-            b = products.converted(term.pair.b, "b", torch.bfloat16)
-            products.rounded(b, term.pair.a, delta)
+            b = products.converted(term.pair.b, "b", products.delta)
+            if term.pair.a is None:
+                delta.copy_(b)
+            else:
+                products.rounded(b, term.pair.a, delta)
             delta.mul_(term.factor)
         else:
             assert rule == "R3", rule
@@ -88,7 +99,7 @@ def _prepare(products: "_Products", terms: Sequence[Term]) -> list[Term]:
     prepared = []
     for i, term in enumerate(terms):
         a = term.pair.a
-        if products.prepares(a):
+        if a is not None and products.prepares(a):
             rounded = products.rule == "R2" or (products.rule == "R1" and i == 0)
             a = products.converted(a, f"a{i}", products.dtype if rounded else torch.float32)
         prepared.append(term._replace(pair=term.pair._replace(a=a)))
@@ -99,7 +110,9 @@ class _Products(NamedTuple):
     """Products of factors in scratch memory, as a rule has them."""
 
     rule: str
+    factors: torch.dtype | None  # that factors are rounded to first
     dtype: torch.dtype  # of products that are rounded at once
+    delta: torch.dtype  # that they are rounded to
     scratch: Scratch
     prepared_bytes: int  # that one A may take in f32
 
@@ -108,10 +121,10 @@ class _Products(NamedTuple):
         return 4 * a.numel() <= self.prepared_bytes
 
     def rounded(self, b: Tensor, a: Tensor, delta: Tensor) -> None:
-        """Write rb(b @ a) of a bf16 ``b`` to ``delta``."""
+        """Write b @ a of a rounded ``b`` to ``delta``, rounded."""
         for left, b_, panel in self._panels(b, a, self.dtype):
             part = delta[:, left : left + panel.shape[1]]
-            if self.dtype == torch.bfloat16:
+            if self.dtype == self.delta:
                 self._multiply(b_, panel, part)
                 continue
             # Gapless, and still in cache when it is rounded.
@@ -122,14 +135,19 @@ class _Products(NamedTuple):
 
     def scaled(self, term: Term, total: Tensor) -> Tensor:
         """Write s·(B @ A) to an f32 ``total``, and return it."""
+        if term.pair.a is None:
+            b = term.pair.b
+            if self.factors is not None:
+                b = self.converted(b, "b", self.factors)
+            return total.copy_(b).mul_(term.factor)
         for left, b, panel in self._panels(term.pair.b, term.pair.a, torch.float32):
             self._multiply(b, panel, total[:, left : left + panel.shape[1]])
         return total.mul_(term.factor)
 
     def converted(self, factor: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-        """Return a factor in a dtype, by way of bf16 if the rule has it so."""
-        if self.rule in ("R1", "R2") and factor.dtype != torch.bfloat16:
-            rounded = self.scratch.take(f"{name}.rounded", tuple(factor.shape), torch.bfloat16)
+        """Return a factor in a dtype, by way of the one that the rule rounds it to."""
+        if self.factors is not None and factor.dtype != self.factors:
+            rounded = self.scratch.take(f"{name}.rounded", tuple(factor.shape), self.factors)
             factor = rounded.copy_(factor)
         if factor.dtype == dtype:
             return factor

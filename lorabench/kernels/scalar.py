@@ -84,6 +84,13 @@ def _further_delta(b: np.ndarray, a: np.ndarray, factor: np.float32, delta: np.n
 
 
 @compiled
+def _further_whole(b: np.ndarray, factor: np.float32, delta: np.ndarray) -> None:
+    for i in range(delta.shape[0]):
+        for j in range(delta.shape[1]):
+            delta[i, j] = _round(_widen(delta[i, j]) + np.float32(factor * _widen(b[i, j])))
+
+
+@compiled
 def _add_bf16(weight: np.ndarray, delta: np.ndarray) -> None:
     for i in range(weight.shape[0]):
         for j in range(weight.shape[1]):
@@ -98,15 +105,21 @@ def _add_f32(weight: np.ndarray, delta: np.ndarray) -> None:
 
 
 def fuse_scalar(weight: Tensor, terms: Sequence[Term], scratch: Scratch) -> None:
-    """Fuse rule R1's delta into ``weight [out, in]`` on the CPU, one multiply at a time."""
-    if not terms:
-        return
+    """Fuse rule R1's delta into ``weight [out, in]`` on the CPU, one multiply at a time.
+
+    The weight is in bf16 or f32, and the terms touch all of its rows.
+    """
     delta = _bits(scratch.take("delta", tuple(weight.shape), torch.bfloat16))
     for i, term in enumerate(terms):
-        a = _bits(term.pair.a.to(torch.bfloat16))
         b = _bits(term.pair.b.to(torch.bfloat16))
+        a = None if term.pair.a is None else _bits(term.pair.a.to(torch.bfloat16))
         factor = np.float32(term.factor)
-        if i == 0:
+        if a is None:
+            if i == 0:
+                _scale(b, factor, delta)
+            else:
+                _further_whole(b, factor, delta)
+        elif i == 0:
             scaled = _bits(scratch.take("scaled", b.shape, torch.bfloat16))
             _scale(b, factor, scaled)
             _first_delta(scaled, a, delta)

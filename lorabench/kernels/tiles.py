@@ -6,14 +6,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lorabench.fuse import Term
+from lorabench.fuse import Term, by_rows
 from lorabench.kernels.scratch import Scratch
 
-Deltas = Callable[[Sequence[Term], Scratch], Iterator[Tensor]]
-Prepare = Callable[[Sequence[Term], Scratch], Sequence[Term]]
+Deltas = Callable[[Sequence[Term], Scratch, torch.dtype], Iterator[Tensor]]
+Prepare = Callable[[Sequence[Term], Scratch, torch.dtype], Sequence[Term]]
 
 
-def _as_they_are(terms: Sequence[Term], scratch: Scratch) -> Sequence[Term]:
+def _as_they_are(terms: Sequence[Term], scratch: Scratch, dtype: torch.dtype) -> Sequence[Term]:
     return terms
 
 
@@ -26,12 +26,14 @@ class Tiles:
     rule
         The rounding rule, as in :data:`lorabench.fuse.RULES`.
     deltas
-        Gives the deltas ``[rows, in]`` of terms whose B has ``rows`` rows, to be added one after
-        another; each is in scratch memory, and gone when the next is asked for.
+        Gives the deltas ``[rows, in]`` of terms whose B has ``rows`` rows, for a weight of a dtype,
+        to be added one after another; each is in scratch memory, and gone when the next is asked
+        for.
     rows
-        The rows of a tile of a weight that is ``in`` wide; None makes a weight one tile.
+        The rows of a tile of a weight that is ``in`` wide; None leaves rows together that the same
+        terms touch.
     prepare
-        What is done once to the terms of a weight, so that no tile has to do it again.
+        What is done once to the terms of a weight of a dtype, so that no tile has to do it again.
     """
 
     rule: str
@@ -44,33 +46,36 @@ class Tiles:
     ) -> Iterator[tuple[Tensor, Iterator[Tensor]]]:
         """Walk a weight ``[out, in]``: each tile, a view of it, with the deltas to be added.
 
-        The deltas don't depend on the weight's values.
+        The same terms touch all rows of a tile; rows that none touches are in no tile. The deltas
+        don't depend on the weight's values.
         """
-        if not terms or not weight.numel():
+        if not weight.numel():
             return
-        out, in_ = weight.shape
-        step = out if self.rows is None else self.rows(in_)
-        terms = self.prepare(terms, scratch)
-        for top in range(0, out, step):
-            mine = [
-                Term(pair._replace(b=pair.b[top : top + step]), strength)
-                for pair, strength in terms
-            ]
-            yield weight[top : top + step], self.deltas(mine, scratch)
+        for rows, mine in by_rows(terms):
+            step = len(rows) if self.rows is None else self.rows(weight.shape[1])
+            mine = self.prepare(mine, scratch, weight.dtype)
+            for top in range(0, len(rows), step):
+                part = range(top, min(top + step, len(rows)))
+                tile = weight[rows.start + part.start : rows.start + part.stop]
+                yield tile, self.deltas([t.within(part) for t in mine], scratch, weight.dtype)
 
     def add(self, tile: Tensor, delta: Tensor, scratch: Scratch) -> None:
-        """Write rb(tile + delta) to ``tile``; an f32 tile is rounded to bf16 by R1 only."""
+        """Write tile + delta, rounded to the tile's dtype, to ``tile``; an f32 tile by R1 to bf16.
+
+        A delta is what ``deltas`` gives for a weight of the tile's dtype.
+        """
         shape = tuple(tile.shape)
         with scratch.span("add", nbytes=2 * tile.nbytes + delta.nbytes):
             if tile.dtype == delta.dtype:
                 tile.add_(delta)
                 return
             # Operands of two dtypes would have torch allocate a copy of one.
-            wide = scratch.take("wide", shape, torch.float32)
-            if tile.dtype == torch.bfloat16:
-                tile.copy_(wide.copy_(tile).add_(delta))
+            if delta.dtype != torch.float32:
+                delta = scratch.take("wide", shape, torch.float32).copy_(delta)
+            if tile.dtype != torch.float32:
+                tile.copy_(scratch.take("wide tile", shape, torch.float32).copy_(tile).add_(delta))
                 return
-            tile.add_(wide.copy_(delta))
+            tile.add_(delta)
             if self.rule == "R1":
                 tile.copy_(scratch.take("rounded", shape, torch.bfloat16).copy_(tile))
 

@@ -111,7 +111,9 @@ def fuse_block(
     if LAST:
         # Used once: the factors are to stay in L2.
         base = tl.load(weight + corner + here, mask=inside, eviction_policy="evict_first")
-        fused = _rounded(rounded.to(tl.float32) + base.to(tl.float32), DTYPE, BITWISE)
+        fused = rounded.to(tl.float32) + base.to(tl.float32)
+        if weight.dtype.element_ty != tl.float16:  # an f16 weight has more bits than bf16
+            fused = _rounded(fused, DTYPE, BITWISE)
         fused = fused.to(weight.dtype.element_ty)
         tl.store(weight + corner + here, fused, mask=inside, cache_modifier=".cs")
     else:

@@ -79,6 +79,8 @@ def fuse_triton(
 ) -> None:
     """Fuse rule R1's delta into base bits ``weight [out, in]``, in place.
 
+    The terms have both factors, and touch all rows.
+
     Parameters
     ----------
     dtype
@@ -92,9 +94,10 @@ def fuse_triton(
     *before, last = terms
     rows = tile_rows(weight.shape[1]) if before else max(1, _PADDED // _padded(last.pair.b))
     for top in range(0, len(weight), rows):
-        *mine_before, mine = [_rows(term, top, rows) for term in terms]
+        part = range(top, min(top + rows, len(weight)))
+        *mine_before, mine = [term.within(part) for term in terms]
         delta = _delta(mine_before, scratch, dtype, block) if before else None
-        _launch(mine, scratch, weight[top : top + rows], delta, not before, dtype, block)
+        _launch(mine, scratch, weight[top : part.stop], delta, not before, dtype, block)
 
 
 def triton_kernel(device: torch.device, rule: str = "R1") -> Kernel:
@@ -131,12 +134,7 @@ def _check(device: torch.device, rule: str) -> None:
         )
 
 
-def _rows(term: Term, top: int, rows: int) -> Term:
-    pair, strength = term
-    return Term(pair._replace(b=pair.b[top : top + rows]), strength)
-
-
-def _deltas(terms: Sequence[Term], scratch: Scratch) -> Iterator[Tensor]:
+def _deltas(terms: Sequence[Term], scratch: Scratch, weight: torch.dtype) -> Iterator[Tensor]:
     yield _delta(terms, scratch, torch.bfloat16, None)
 
 
@@ -144,8 +142,8 @@ def _delta(
     terms: Sequence[Term], scratch: Scratch, dtype: torch.dtype, block: Block | None
 ) -> Tensor:
     """Return the terms' delta ``[rows, in]``, in scratch."""
-    shape = (len(terms[0].pair.b), terms[0].pair.a.shape[1])
-    delta = scratch.take("delta", shape, dtype)
+    a, b = terms[0].pair.factors
+    delta = scratch.take("delta", (len(b), a.shape[1]), dtype)
     for i, term in enumerate(terms):
         _launch(term, scratch, None, delta, i == 0, dtype, block)
     return delta
@@ -165,7 +163,7 @@ def _launch(
     assert target is not None
     out, in_ = target.shape
     b = _ready_b(term, first, scratch, dtype)
-    a = _ready_a(term.pair.a, scratch, dtype)
+    a = _ready_a(term.pair.factors[0], scratch, dtype)
     block = block or (FLAT if out <= 2 * FLAT.rows else SQUARE)
     rank = len(a)
     left = rank % block.depth
