@@ -125,15 +125,11 @@ class Checkpoint:
 
     def read(self, name: str) -> "torch.Tensor":
         """Read a tensor into fresh memory."""
-        return self.read_entry(self.entries[name])
-
-    def read_entry(self, entry: Entry) -> "torch.Tensor":
-        """Read what an entry describes, a tensor or rows of one, into fresh memory."""
         import torch
 
-        spec = entry.spec
+        spec = self.entries[name].spec
         tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="cpu")
-        self._fill(entry, tensor)
+        self.read_into(name, tensor)
         return tensor
 
     def read_into(self, name: str, tensor: "torch.Tensor") -> None:
@@ -144,19 +140,15 @@ class Checkpoint:
         FileError
             The file changed since it was opened, ended early, or can't be read.
         """
-        entry = self.entries[name]
-        assert tensor.shape == entry.spec.shape
-        assert tensor.dtype == torch_dtype(entry.spec.dtype)
-        assert tensor.is_contiguous()
-        if tensor.device.type != "cpu":
-            tensor.copy_(self.read_entry(entry))
-            return
-        self._fill(entry, tensor)
-
-    def _fill(self, entry: Entry, tensor: "torch.Tensor") -> None:
         import torch
 
-        name, file, offset = entry.spec.name, entry.file, entry.offset
+        spec, file, offset = (entry := self.entries[name]).spec, entry.file, entry.offset
+        assert tensor.shape == spec.shape
+        assert tensor.dtype == torch_dtype(spec.dtype)
+        assert tensor.is_contiguous()
+        if tensor.device.type != "cpu":
+            tensor.copy_(self.read(name))
+            return
         view = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
         if _stamp(file) != self.stamps[file]:
             raise FileError(f"{file}: changed since it was opened; open it again")

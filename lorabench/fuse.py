@@ -148,9 +148,8 @@ def reference_deltas(
     dtype = delta_dtype(rule, weight)
     if rule == "R2":
         return [
-            (_product(term.pair, dtype).to(dtype).float() * term.factor).to(dtype)
-            for term in terms
-        ]  # fmt: skip
+            (_product(term.pair, dtype).to(dtype).float() * term.factor).to(dtype) for term in terms
+        ]
     products = [term.factor * _product(term.pair) for term in terms]
     if rule == "R3":
         return [product.to(dtype) for product in products]
