@@ -23,6 +23,7 @@ from lorabench.cli_bench import bench
 from lorabench.cli_claims import claims
 from lorabench.cli_options import AllowSkip, AllowUnmatched
 from lorabench.cli_report import report
+from lorabench.cli_say import say
 from lorabench.cli_stream import fuse, walk
 from lorabench.errors import CheckError, ConfigError, FileError, LorabenchError
 
@@ -57,7 +58,7 @@ class _Commands(TyperGroup):
         except LorabenchError as error:
             if os.environ.get("LORABENCH_TRACEBACK") == "1":
                 traceback.print_exception(error)
-            typer.echo(f"error: {error}", err=True)
+            say(f"error: {error}", err=True)
             failed = 1 if isinstance(error, CheckError) else 2
             raise typer.Exit(getattr(error, "exit_code", failed)) from error
         except BrokenPipeError:
@@ -94,7 +95,7 @@ def main() -> None:
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    typer.echo(f"note: {message}", err=True)
+    say(f"note: {message}", err=True)
 
 
 def _print_version(wanted: bool) -> None:
@@ -149,7 +150,7 @@ def geometry_command(
     if as_json:
         _print_json(fields)
     else:
-        typer.echo(geometry_text(fields))
+        say(geometry_text(fields))
 
 
 @app.command()
@@ -203,7 +204,7 @@ def inspect(
     if as_json:
         _print_json(fields)
     else:
-        typer.echo(inspect_text(fields))
+        say(inspect_text(fields))
 
 
 @app.command()

@@ -24,6 +24,7 @@ from lorabench.cli_options import (
     Size,
     Strategies,
 )
+from lorabench.cli_say import say
 from lorabench.cli_subject import measure, walk_cases
 
 
@@ -93,7 +94,7 @@ def fuse(
     }
     for adapter in bound.values():
         if left_out := left_out_text(adapter):
-            typer.echo(left_out, err=True)
+            say(left_out, err=True)
     state = State({name: strength for name, (_, strength) in files.items()})
     start = perf_counter()
     fused = fuse_file(opened, bound, state, out, rule=rule, overwrite=overwrite)

@@ -425,6 +425,18 @@ def test_inspect_takes_an_alpha_for_what_a_file_does_not_tell(run, refused, tmp_
     assert "leave the given one away" in refused("inspect", mixed[0], "--alpha", 2)
 
 
+def test_what_a_terminal_would_obey_is_written_out(run, refused, tmp_path):
+    file = tmp_path / "odd.safetensors"
+    shapes = {"\x1b[2Jx.lora_A.weight": [1, 4], "\x1b[2Jx.lora_B.weight": [4, 1]}
+    write_f32(file, shapes, {"note": "\x1b]0;title\x07"})
+    assert r"\x1b]0;title\x07" in run("inspect", file).out
+    base = tmp_path / "base.safetensors"
+    write_f32(base, {"y.weight": [4, 4]})
+    told = refused("inspect", file, "--base", base)
+    assert r"it lacks '\x1b[2Jx'" in told
+    assert "\x1b" not in told
+
+
 def test_inspect_tells_of_half_a_pair(refused, tmp_path):
     kohya = tmp_path / "kohya.safetensors"
     write_f32(kohya, {"lora_unet_x.lora_down.weight": [1, 4]})
