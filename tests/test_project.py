@@ -207,26 +207,31 @@ def test_the_readmes_ratios_are_those_of_the_committed_fuse():
 
 
 def test_the_readmes_figures_of_the_engine_are_those_of_the_committed_records():
-    found = records.read(RECORDS / "amd-epyc-2c-avx2" / "engine.jsonl")
+    machine = RECORDS / "amd-epyc-2c-avx2"
+    found = records.read(machine / "engine.jsonl")
     judged = restores_frame([r for r in found if r.case["bench"] == "restores"])
     judged = judged.set_index("restore")
     residual, snapshot = judged.loc["residual"], judged.loc["host_snapshot"]
-    [load] = [r for r in found if r.case.get("contender") == "fused load"]
-    peers = {
-        (
-            r.case["contender"],
-            r.case["mix"],
-            r.case["operation"],
-            "ceiling_fraction" in r.details,
-        ): r
-        for r in found
-        if r.case["bench"] == "peers" and "operation" in r.case
-    }
-    whole, ltx = peers["gemm", "whole", "fuse", True], ("ltx_core", "sample", "fuse")
-    peft = ("peft", "sample", "fuse")
+    [hot], [cold] = (
+        [r for r in records.read(machine / name) if r.case.get("contender") == "fused load"]
+        for name in ("engine.jsonl", "engine_cold.jsonl")
+    )
 
-    def times(contender, steady):
-        return peers[*contender, steady].details["times_ours"]
+    def passes(held, contender, mix):
+        """A contender's first and steady passes."""
+        mine = [
+            r for r in held
+            if r.case["bench"] == "peers"
+            and (r.case["contender"], r.case.get("mix"), r.case.get("operation"))
+            == (contender, mix, "fuse")
+        ]  # fmt: skip
+        first, steady = sorted(mine, key=lambda r: "ceiling_fraction" in r.details)
+        return first.details, steady.details
+
+    ltx = [p["times_ours"] for p in passes(found, "ltx_core", "sample")]
+    later = records.read(machine / "engine_peft.jsonl")
+    peft = [p["times_ours"] for p in passes(later, "peft", "whole")]
+    fractions = [passes(held, "gemm", "whole")[1]["ceiling_fraction"] for held in (later, found)]
 
     def seconds_of(restore, contender):
         [record] = [
@@ -250,18 +255,18 @@ def test_the_readmes_figures_of_the_engine_are_those_of_the_committed_records():
     r1_r4 = pairs["R1", "R4", 0.8, 0.05]
     worst = judged.memory_error.abs().max()
     assert_told(
-        f"| **{whole.details['ceiling_fraction']:.2f}** | 0.93: missed |",
-        f"| {times(ltx, False):.0f}x, {times(ltx, True):.0f}x |",
-        f"| {times(peft, False):.2f}x, {times(peft, True):.2f}x |",
-        f"un-fuse over a plain fuse | **{residual.unfuse_over_fuse:.2f}**, of two rounds at "
-        f"{rounds[0]:.2f} and {rounds[1]:.2f} |",
+        f"| **{fractions[0]:.2f}** and {fractions[1]:.2f} in two runs | 0.93: missed |",
+        f"| {ltx[0]:.0f}x, {ltx[1]:.0f}x |",
+        f"| {peft[0]:.2f}x, {peft[1]:.2f}x | 3x: missed |",
+        f"un-fuse over a plain fuse, of {len(rounds)} rounds between {min(rounds):.2f} and "
+        f"{max(rounds):.2f} | **{residual.unfuse_over_fuse:.2f}** | 1.15 |",
         f"it is {parts['product'] / spent:.0%} of a fuse, at {rate:.0f} GFLOP/s; rounding and "
         f"other copies are {parts['copy'] / spent:.0%}, adding {parts['add'] / spent:.0%}.",
         f"R1 from R4 in {r1_r4:.1%} at strength 0.8",
         f"entropy of what is kept: {residual.entropy_bits:.2f}) | {residual.bits:.2f} |",
         f"bandwidth of a plain copy | {snapshot.bandwidth_share:.2f} |",
-        f"page cache hot | {load.details['ratio']:.2f} |",
-        f"off by | {worst:.1%} |",
+        f"page cache hot, cold | {hot.details['ratio']:.2f}, {cold.details['ratio']:.2f} |",
+        f"of every restore, off by at most | {worst:.1%} |",
         f"of a pass | {judged.digest_over_pass.max():.2f} |",
         f"pays at the fuse: {residual.fuse_s:.1f} s against {residual.plain_fuse_s:.1f} s",
         f"keeps {residual.kept_bytes / 1e6:.0f} MB where a snapshot keeps "
