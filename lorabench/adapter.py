@@ -13,16 +13,18 @@ from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
 
-from lorabench.adapter_file import AdapterFile, Module, few, ranks_of, scales_of
+from lorabench.adapter_file import AdapterFile, Module, few, ranks_of, refuse, scales_of
 from lorabench.checkpoint import Checkpoint
 from lorabench.errors import AdapterError, did_you_mean
 from lorabench.geometry import DTYPE_BYTES, Target, TensorSpec
 from lorabench.header import Entry
 from lorabench.keys import Refused
-from lorabench.places import Place, Places, forms, is_text_encoders
+from lorabench.places import Place, Places, bare, is_text_encoders
 from lorabench.scales import Scale
 
 WEIGHT_DTYPES = ("BF16", "F16", "F32")
+
+_GUESSED = 5000  # modules that a name may have been meant for; guessing takes long
 
 _QUANTISED = {
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0"), "fp8"),
@@ -119,6 +121,8 @@ class Adapter:
                 + (f"; it holds {few(kinds)}" if kinds else "")
             )
         places = Places(base)
+        if not allow_skip:  # a text encoder's, that the base has after all
+            refuse(held.file.path, (key for key in held.skipped if places.find(key.path)))
         found: list[tuple[Module, Place]] = []
         unmatched, text_encoders = [], []
         for module in held.modules:
@@ -211,11 +215,10 @@ def _lacking(
             f"({few(text_encoders)}); there is nothing in it for this base"
         )
     many = f"only {matched} of {count}" if matched else "no"
-    *_, bare = forms(unmatched[0])
     return (
         f"{path}: {many} modules match the base; it lacks {few(unmatched)}"
-        f"{did_you_mean(bare, [[*forms(m)][-1] for m in places.modules])}; is this adapter for "
-        f"another model, or the base cut to fewer blocks?"
+        f"{did_you_mean(bare(unmatched[0]), map(bare, places.modules[:_GUESSED]))}; is this "
+        f"adapter for another model, or the base cut to fewer blocks?"
     )
 
 
@@ -283,7 +286,7 @@ def _entries(
 ) -> Iterator[PairEntry]:
     """Give what some rows of a module add to a module of the base, from its row ``top`` on."""
     parts, scale = module.parts, module.scale.value
-    label = [*forms(name)][-1]
+    label = bare(name)
     if "B" in parts or "diff" in parts:
         a, b = parts.get("A"), parts["B" if "B" in parts else "diff"]
         weight = _fitting(where, places.weight(name), f"{name}.weight", a, b)

@@ -12,7 +12,7 @@ from lorabench.checkpoint import Checkpoint
 from lorabench.errors import AdapterError
 from lorabench.header import Entry
 from lorabench.keys import WHOLE, Part, Refused, parse_key
-from lorabench.places import is_text_encoders
+from lorabench.places import bare, is_text_encoders
 from lorabench.scales import Scale, Scales
 
 FACTOR_DTYPES = ("BF16", "F16", "F32")
@@ -97,7 +97,8 @@ class AdapterFile:
         Parameters
         ----------
         allow_skip
-            Leave out modules of a kind that isn't applied; they are listed in ``skipped``.
+            Leave out modules of a kind that isn't applied; they are listed in ``skipped``. What is
+            of a text encoder is left out in any case.
         alpha
             The alpha of modules of which nothing is said, instead of their rank.
 
@@ -111,9 +112,8 @@ class AdapterFile:
         """
         file = Checkpoint.open(path)
         grouped, refused = _grouped(file)
-        blocking = [key for key in refused if not is_text_encoders(key.path)]
-        if blocking and not allow_skip:
-            raise AdapterError(_told(file.path, blocking))
+        if not allow_skip:
+            refuse(file.path, (key for key in refused if not is_text_encoders(key.path)))
         for path_, parts in grouped.items():
             _check(file.path, path_, parts)
         alphas = {p: parts["alpha"] for p, parts in grouped.items() if "alpha" in parts}
@@ -158,20 +158,25 @@ def _grouped(file: Checkpoint) -> tuple[dict[str, dict[str, Entry]], tuple[Refus
     refused = [
         kinds[key.path]._replace(name=key.name) if key.kind == WHOLE else key for key in refused
     ]
-    for path, key in kinds.items():
-        for role, entry in modules.pop(path, {}).items():
-            refused.append(Refused(entry.spec.name, path, f"{_called(role)} beside {key.kind}", ""))
+    left_out = {bare(path): key.kind for path, key in kinds.items()}
+    for path in [path for path in modules if bare(path) in left_out]:
+        for role, entry in modules.pop(path).items():
+            beside = f"{_called(role)} beside {left_out[bare(path)]}"
+            refused.append(Refused(entry.spec.name, path, beside, ""))
     return modules, tuple(refused)
 
 
 def _owner(key: Refused, modules: Mapping[str, object]) -> str:
-    """Return the path of a refused tensor's module: of one not understood, the nearest above it."""
-    if key.path != key.name:
+    """Return the path of a refused tensor's module.
+
+    Of one that isn't understood, and of a whole weight, it is the nearest above it.
+    """
+    if key.path != key.name and key.kind != WHOLE:
         return key.path
     path = key.name
     while path and path not in modules:
         path = path.rpartition(".")[0]
-    return path or key.name
+    return path or key.path
 
 
 def _kind_by_tensor(entry: Entry, role: str) -> tuple[str, str] | None:
@@ -233,17 +238,22 @@ def _scale(scales: Scales, path: str, parts: Mapping[str, Entry]) -> Scale:
     return scales.of(path, parts["A"].spec.shape[0]) if "A" in parts else _RANKLESS
 
 
-def _told(path: Path, refused: Iterable[Refused]) -> str:
-    """Say what is refused: each kind once, with its first tensors and what to do."""
+def refuse(path: Path, refused: Iterable[Refused]) -> None:
+    """Raise :class:`AdapterError` for what isn't applied, if there is anything of it.
+
+    Each kind is told once, with its first tensors and what to do.
+    """
     kinds: defaultdict[str, list[Refused]] = defaultdict(list)
     for key in refused:
         if key.remedy:
             kinds[key.kind].append(key)
+    if not kinds:
+        return
     told = (
         f"{kind} ({few(key.name for key in keys)}): {keys[0].remedy}"
         for kind, keys in kinds.items()
     )
-    return (
+    raise AdapterError(
         f"{path}: holds what isn't applied: {'; '.join(told)}; to apply the rest without the "
         f"modules that have such tensors, ask for it with --allow-skip"
     )

@@ -24,7 +24,7 @@ from lorabench.directio import BLOCK, Writer, in_blocks
 from lorabench.errors import ConfigError, FileError
 from lorabench.fuse import RULES
 from lorabench.header import encode_header
-from lorabench.journal import journal_for
+from lorabench.journal import journal_for, working_folder
 from lorabench.kernels import Kernel
 from lorabench.kernels.gemm import PANEL, TILE
 from lorabench.kernels.scratch import product_dtype
@@ -150,6 +150,11 @@ def _check_output(
         )
     if not sharded and out.suffix != ".safetensors":
         raise ConfigError(f"{out}: expected a file name that ends in .safetensors")
+    working = working_folder(out)
+    for inputs in (base, *(adapter.file for adapter in adapters.values())):
+        for file in inputs.stamps:
+            if file.absolute().is_relative_to(working.absolute()):
+                raise FileError(f"{file}: lies in {working}, where {out} will be made; move it")
     with told_of(out):
         if not os.path.lexists(out):
             return

@@ -49,7 +49,12 @@ class Journal:
             task, done = journal["task"], journal["steps"]
         except FileNotFoundError:
             task, done = self._task, 0
-        except (ValueError, TypeError, KeyError):  # what a crash of the machine left of it
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            RecursionError,
+        ):  # what a crash of the machine left of it
             task, done = self._task, None
         cause = None
         if task != self._task:
@@ -74,6 +79,11 @@ class Journal:
         self.steps = steps
 
 
+def working_folder(out: Path) -> Path:
+    """Return the folder in which ``out`` is made."""
+    return out.with_name(f".{out.name}.partial")
+
+
 @contextmanager
 def journal_for(out: Path, task: str) -> Iterator[Journal]:
     """Open the journal of the run that makes ``out``, in a folder beside it, for this run alone.
@@ -86,7 +96,7 @@ def journal_for(out: Path, task: str) -> Iterator[Journal]:
     FileError
         Another run is making it, or the disk can't be written.
     """
-    folder = out.with_name(f".{out.name}.partial")
+    folder = working_folder(out)
     with told_of(out):
         _check_ours(folder)
         folder.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from lorabench.checkpoint import Checkpoint
 from lorabench.errors import AdapterError
 from lorabench.header import parse_json, read_json
-from lorabench.places import is_text_encoders
+from lorabench.places import PEFT_PREFIX, is_text_encoders
 
 BESIDE = "adapter_config.json"
 """PEFT's description of the adapter in the same folder."""
@@ -33,6 +33,8 @@ _PATTERN = r"(.*\.)?({})$"  # of a module's name, as PEFT 0.21 has it (utils/oth
 # Ways to begin a training that take something out of the base, which the file doesn't tell.
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
+
+_NESTED = re.compile(r"[+*}]\)+[+*{]|[+*}][^()]*\)[+*{]")
 
 _REFUSED = {
     "use_dora": "DoRA scales each row of the fused weight",
@@ -92,7 +94,7 @@ def read_configs(file: Checkpoint, *, allow_skip: bool) -> tuple[Config, ...]:
     # A link that leads nowhere, as an interrupted download leaves it, is no absent file.
     if file.path.name.partition(".")[0] == GOES_WITH and os.path.lexists(beside):
         fields = read_json(beside)
-        prefix = "base_model.model."
+        prefix = PEFT_PREFIX
         configs.append(
             _config(file.path, str(beside), prefix, fields, alone=True, allow_skip=allow_skip)
         )
@@ -150,6 +152,11 @@ def _config(
             )
         compiled = {}
         for pattern, value in patterns.items():
+            if _NESTED.search(pattern):
+                raise AdapterError(
+                    f"{file}: {where}: {name}: {reprlib.repr(pattern)} repeats what is repeated, "
+                    f"which may take forever to match; write it otherwise"
+                )
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # what a later Python may read otherwise
@@ -162,6 +169,10 @@ def _config(
             compiled[regex] = number(f"{name}.{pattern}", value)
         return compiled
 
+    if not isinstance(rslora := fields.get("use_rslora", False), bool):
+        raise AdapterError(
+            f"{file}: {where}: use_rslora: expected true or false, found {reprlib.repr(rslora)}"
+        )
     for name in ("lora_alpha", "r"):
         if name not in fields:
             raise AdapterError(f"{file}: {where}: '{name}' is missing; expected PEFT's description")
@@ -173,7 +184,7 @@ def _config(
         number("r", fields["r"]),
         numbers("alpha_pattern"),
         numbers("rank_pattern"),
-        bool(fields.get("use_rslora")),
+        rslora,
     )
 
 

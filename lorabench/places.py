@@ -8,15 +8,24 @@ turned back.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from typing import NamedTuple
 
 from lorabench.geometry import TensorSpec
+
+PEFT_PREFIX = "base_model.model."
+"""What PEFT puts before every name."""
 
 WRAPPERS = frozenset(
     ("base_model", "model", "diffusion_model", "transformer", "unet", "module", "_orig_mod")
 )
 """First segments of a path that may name what is around a model rather than a part of it."""
+
+_MOST_WRAPPERS = 8
+"""More than any stack of wrappers has."""
+
+_FLAT_WRAPPERS = ("base_model_model_", "model_diffusion_model_", "diffusion_model_", "unet_")
+"""What of wrappers may be left before a flattened path and can't be a part of a module's name."""
 
 FLAT_PREFIXES = ("lora_unet_", "lora_transformer_", "lycoris_")
 """What flattened paths begin with."""
@@ -77,7 +86,9 @@ class Places:
         names = (name.rpartition(".") for name in self._specs)
         modules = dict.fromkeys(m for m, _, last in names if m and last in ("weight", "bias"))
         self._modules = tuple(modules)
-        self._tiers = (_Index(), _Index(), _Index())
+        own = {bare(module).partition(".")[0] for module in modules}
+        own = {f"{name}_" for name in own if name.startswith("transformer_")}
+        self._tiers = (_Index(own), _Index(own), _Index(own))
         exact, wrapped, fused = self._tiers
         for module in modules:
             exact.add(module, Place((module,)))
@@ -120,7 +131,10 @@ class Places:
 class _Index:
     """Places by dotted names and by flattened ones, each with and without wrappers before it."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: Set[str]) -> None:
+        self._own = (
+            own  # how the base's own flattened names begin that seem to begin with a wrapper
+        )
         self._dotted: defaultdict[str, dict[Place, int]] = defaultdict(dict)
         self._flat: defaultdict[str, dict[Place, None]] = defaultdict(dict)
 
@@ -130,34 +144,47 @@ class _Index:
             self._flat[form.replace(".", "_")][place] = None
 
     def find(self, path: str) -> tuple[Place, ...]:
-        for form in forms(path):
-            if found := self._dotted.get(form):
-                exact = tuple(place for place, taken_off in found.items() if not taken_off)
-                return exact or tuple(found)
-        if "." in path:
-            return ()
+        # PEFT's prefix is no part of a name; what is left may be the base's own.
+        path = path.removeprefix(PEFT_PREFIX)
+        if own := [place for place, off in self._dotted.get(path, {}).items() if not off]:
+            return tuple(own)
+        found = {place: None for form in forms(path) for place in self._dotted.get(form, ())}
+        if found or "." in path:
+            return tuple(found)
         prefix = next((p for p in FLAT_PREFIXES if path.startswith(p)), "")
-        for form in _flat_forms(path.removeprefix(prefix)):
-            if found := self._flat.get(form):
-                return tuple(found)  # two names that flatten to one are told apart by nothing
+        for form in self._flat_forms(path.removeprefix(prefix)):
+            if flat := self._flat.get(form):
+                return tuple(flat)  # two names that flatten to one are told apart by nothing
         return ()
+
+    def _flat_forms(self, path: str) -> Iterator[str]:
+        """Give a flattened path, then without wrappers before it, which diffusers keeps.
+
+        Of a model that has ``transformer_blocks`` the wrapper ``transformer_`` is known by what
+        follows it; elsewhere it may be a part of a name.
+        """
+        yield path
+        for wrapper in _FLAT_WRAPPERS:
+            if path.startswith(wrapper):
+                yield from self._flat_forms(path.removeprefix(wrapper))
+        if self._own and path.startswith("transformer_") and not path.startswith(tuple(self._own)):
+            yield path.removeprefix("transformer_")
 
 
 def forms(path: str) -> Iterator[str]:
     """Give a dotted path, then without its first wrapper, and so on."""
     yield path
-    first, _, rest = path.partition(".")
-    while rest and first in WRAPPERS:
-        yield rest
-        first, _, rest = rest.partition(".")
+    for _ in range(_MOST_WRAPPERS):
+        first, _, rest = path.partition(".")
+        if not rest or first not in WRAPPERS:
+            return
+        path = rest
+        yield path
 
 
-def _flat_forms(path: str) -> Iterator[str]:
-    """Give a flattened path, then without a wrapper before it, and so on (diffusers keeps them)."""
-    yield path
-    for wrapper in sorted(WRAPPERS):
-        if path.startswith(f"{wrapper}_"):
-            yield from _flat_forms(path.removeprefix(f"{wrapper}_"))
+def bare(path: str) -> str:
+    """Return a dotted path without the wrappers before it."""
+    return [*forms(path)][-1]
 
 
 def is_text_encoders(path: str) -> bool:

@@ -17,6 +17,7 @@ from lorabench.checkpoint import Checkpoint
 from lorabench.errors import AdapterError, FileError
 from lorabench.header import Entry
 from lorabench.peft_config import DIFFUSERS_KEY, Config, read_configs
+from lorabench.places import is_text_encoders
 
 _PAIR = ("lora_alpha", "lora_rank")
 """What the shipped adapters say of all modules in the metadata."""
@@ -35,11 +36,19 @@ _NUMPY = {
 }
 
 
+_ASSUMED = "assumed: nothing tells an alpha, so alpha = rank"
+
+
 class Scale(NamedTuple):
     """A factor on B @ A, and where it comes from."""
 
     value: float
     source: str
+
+    @property
+    def is_assumed(self) -> bool:
+        """Whether nothing tells it."""
+        return self.source == _ASSUMED
 
 
 @dataclass(frozen=True)
@@ -95,7 +104,7 @@ class Scales:
         if assumed is not None and not isfinite(assumed):
             raise AdapterError(f"{file.path}: --alpha {assumed}: expected a finite number")
         configs = read_configs(file, allow_skip=allow_skip)
-        ratio = _ratio(file, _PAIR)
+        ratio = _ratio(file)
         for key in file.metadata:
             if "alpha" in key.lower() and key not in _KNOWN:
                 raise AdapterError(
@@ -129,7 +138,14 @@ class Scales:
                 return Scale(self.assumed / rank, f"given: alpha {self.assumed:g}")
             if self.doubt is not None:
                 raise AdapterError(f"{self.path}: module '{path}': {self.doubt}")
-            return Scale(1.0, "assumed: nothing tells an alpha, so alpha = rank")
+            if self.configs and not is_text_encoders(path):
+                config = self.configs[0]
+                raise AdapterError(
+                    f"{self.path}: module '{path}': {config.where} tells the scale of modules of "
+                    f"'{config.prefix}', and nothing of this one; were they renamed? give their "
+                    f"names that prefix, or --alpha"
+                )
+            return Scale(1.0, _ASSUMED)
         if self.assumed is not None:
             raise AdapterError(
                 f"{self.path}: module '{path}': alpha {self.assumed:g} was given, but the file "
@@ -165,34 +181,35 @@ class Scales:
             yield self.ratio
 
 
-def _ratio(file: Checkpoint, keys: tuple[str, str]) -> Scale | None:
+def _ratio(file: Checkpoint) -> Scale | None:
     """Return alpha / rank of all modules from the metadata, capped ranks included."""
-    found = {key: file.metadata[key] for key in keys if key in file.metadata}
+    found = {key: file.metadata[key] for key in _PAIR if key in file.metadata}
     if not found:
         return None
     try:
-        alpha, rank = (float(file.metadata[key]) for key in keys)
+        alpha, rank = (float(file.metadata[key]) for key in _PAIR)
         if not (isfinite(alpha) and isfinite(rank) and rank > 0 and isfinite(alpha / rank)):
             raise ValueError
     except (KeyError, ValueError):
         raise AdapterError(
-            f"{file.path}: metadata must hold {' and '.join(keys)} as two finite numbers, "
+            f"{file.path}: metadata must hold {' and '.join(_PAIR)} as two finite numbers, "
             f"rank above 0; found {reprlib.repr(found)}"
         ) from None
-    return Scale(alpha / rank, f"metadata {keys[0]} {alpha:g} / {keys[1]} {rank:g}")
+    return Scale(alpha / rank, f"metadata {_PAIR[0]} {alpha:g} / {_PAIR[1]} {rank:g}")
 
 
 def _doubt(file: Checkpoint) -> str | None:
     """Return why a module of kohya's without an alpha isn't one with alpha = rank."""
+    asked = [file.metadata.get(key) for key in _KOHYA_PAIR]
     try:
-        ratio = _ratio(file, _KOHYA_PAIR)
-    except AdapterError:
+        if asked[0] is None or float(asked[0]) == float(asked[1] or "nan"):
+            return None
+    except ValueError:
         return None  # 'Dynamic' and the like
-    if ratio is None or ratio.value == 1:
-        return None
     return (
-        f"{ratio.source} says that it was trained with another scale than 1, but it has no alpha; "
-        f"some converters drop it once the factors are scaled; give --alpha"
+        f"metadata {_KOHYA_PAIR[0]} {asked[0]} / {_KOHYA_PAIR[1]} {asked[1]} says that it was "
+        f"trained with another scale than 1, but it has no alpha; some converters drop it once the "
+        f"factors are scaled; give --alpha"
     )
 
 

@@ -94,7 +94,7 @@ def inspect_text(fields: Mapping[str, Any]) -> str:
 
 
 def left_out_text(adapter: Adapter) -> str:
-    """Say what of an adapter isn't applied to a base, though it was allowed; empty if all is."""
+    """Say what of an adapter isn't applied though it was allowed, and what is assumed of it."""
     path = adapter.file.path
     lines = [
         f"{path}: {len(names):,} {what}: {_few(names)}"
@@ -103,6 +103,11 @@ def left_out_text(adapter: Adapter) -> str:
             ("modules of text encoders are out of scope", adapter.text_encoders),
         )
         if names
+    ]
+    lines += [
+        f"{path}: the scale of {modules:,} modules is {scale.value:g}, {scale.source}"
+        for scale, modules in adapter.scales.items()
+        if scale.is_assumed
     ]
     if adapter.skipped:
         told = [{"tensor": k.name, "kind": k.kind, "remedy": k.remedy} for k in adapter.skipped]

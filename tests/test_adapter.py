@@ -316,6 +316,25 @@ class TestKinds:
         }  # fmt: skip
 
     @pytest.mark.parametrize(
+        "key", [f"{K}.lora_router.weight", f"{K}.gate.weight", f"model.{K}.dora_scale"]
+    )
+    def test_what_is_trained_beside_a_pair_takes_it_along(self, write, key):
+        path = write(pair(Q) | pair(K) | {key: torch.ones(2)})
+        with pytest.raises(AdapterError, match="isn't applied"):
+            Adapter.open(path, BASE)
+        adapter = Adapter.open(path, BASE, allow_skip=True)
+        assert [p.module for p in adapter.pairs] == ["attn.to_q"]
+
+    def test_what_seems_a_text_encoders_is_refused_where_the_base_has_it(self, write):
+        base = [TensorSpec(f"text_model.l{i}.weight", (OUT, IN), "BF16") for i in (1, 2)]
+        tensors = pair("text_model.l1") | pair("text_model.l2")
+        path = write(tensors | {"text_model.l1.dora_scale": torch.ones(OUT, 1)})
+        with pytest.raises(AdapterError, match="isn't applied: DoRA"):
+            Adapter.open(path, base)
+        [found] = Adapter.open(path, base, allow_skip=True).pairs
+        assert found.module == "text_model.l2"
+
+    @pytest.mark.parametrize(
         ("tensors", "kind"),
         [
             (pair(K, dtype=torch.float64), "a factor of dtype F64"),

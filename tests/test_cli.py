@@ -909,6 +909,17 @@ def test_fuse_writes_what_resident_weights_would_hold(run, files, base, adapters
     assert again.out.startswith(f"{out}: written\n  state  user@-0.5 + distilled@1\n  bytes ")
 
 
+def test_fuse_says_what_scale_it_assumes_and_takes_another(run, tmp_path):
+    base, silent = tmp_path / "base.safetensors", tmp_path / "silent.safetensors"
+    write_f32(base, {"x.weight": [6, 8]})
+    write_f32(silent, {"x.lora_A.weight": [4, 8], "x.lora_B.weight": [6, 4]})
+    ended = run("fuse", base, silent, "--out", tmp_path / "one.safetensors")
+    assert "the scale of 1 modules is 1, assumed: nothing tells an alpha" in ended.err
+    given = ("--alpha", "silent=2", "--out", tmp_path / "two.safetensors")
+    assert "assumed" not in run("fuse", base, silent, *given).err
+    assert run("fuse", base, silent, "--alpha", "silnt=2", *given).code == 2
+
+
 def test_fuse_of_shards_gives_shards(run, files, base, adapters, tmp_path):
     (tmp_path / "shards").mkdir()
     shard(base, tmp_path / "shards", 3)

@@ -319,6 +319,16 @@ def test_an_input_is_never_overwritten(tmp_path, which, how, overwrite):
     assert folder_bytes(tmp_path) == before
 
 
+def test_an_input_in_the_folder_that_the_output_is_made_in_is_never_cleared_away(tmp_path):
+    out = tmp_path / "new.safetensors"
+    model = write_model(folder := partial(out))
+    (folder / "lock").touch()  # as if it were a run's
+    before = folder_bytes(folder)
+    with pytest.raises(FileError, match=f"lies in {folder}, where {out} will be made"):
+        fuse_file(model.base, model.adapters, State(user=1.0), out)
+    assert folder_bytes(folder) == before
+
+
 def test_an_old_file_is_whole_until_the_new_one_is(model, out, monkeypatch):
     out.write_bytes(b"old")
     replaced, seen = Path.replace, []
@@ -620,6 +630,7 @@ DAMAGED = {
     "nothing": lambda folder: b"",
     "half": lambda folder: journal(folder)[:20],
     "no text": lambda folder: b"\xff\xfe\x00",
+    "no depth": lambda folder: b"[" * 100_000,
     "no object": lambda folder: b"[1, 2]",
     "no task": lambda folder: b'{"steps": 3}',
     "no count": lambda folder: journal(folder).replace(b"steps", b"stops"),

@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "keys": set(),
     "places": {"geometry"},
     "peft_config": {"checkpoint", "header", "places"},
-    "scales": {"checkpoint", "header", "peft_config"},
+    "scales": {"checkpoint", "header", "peft_config", "places"},
     "adapter_file": {"checkpoint", "header", "keys", "places", "scales"},
     "adapter": {
         "adapter_file", "checkpoint", "geometry", "header", "keys", "places", "scales",

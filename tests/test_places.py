@@ -54,8 +54,34 @@ def test_a_modules_own_name_goes_before_what_wrappers_leave_of_others():
     base = places("x", "model.x")
     assert found(base, "x") == [("x",)]
     assert found(base, "model.x") == [("model.x",)]
+    assert found(base, "base_model.model.x") == [("x",)]  # PEFT's prefix is never a model's own
+    assert found(base, "base_model.model.model.x") == [("model.x",)]
+
+
+def test_what_wrappers_leave_of_several_names_is_told_apart_by_nothing():
     base = places("model.x", "transformer.x")
     assert found(base, "diffusion_model.x") == [("model.x",), ("transformer.x",)]
+    assert found(base, "base_model.model.x") == [("model.x",), ("transformer.x",)]
+    assert set(found(places("x", "model.x"), "diffusion_model.x")) == {("x",), ("model.x",)}
+
+
+def test_a_flattened_name_that_begins_as_a_wrapper_does_is_not_cut():
+    base = places("transformer_blocks.0.q", "blocks.5.q", "list.0", "ema.x", "proj_out")
+    assert found(base, "lora_unet_transformer_blocks_0_q") == [("transformer_blocks.0.q",)]
+    assert found(base, "lora_unet_transformer_blocks_5_q") == []
+    assert found(base, "lora_unet_module_list_0") == []
+    assert found(base, "lora_unet_model_ema_x") == []
+    assert found(places("blocks.5.q"), "lora_unet_transformer_blocks_5_q") == []
+    # As diffusers' converter leaves them.
+    assert found(base, "lora_unet_transformer_transformer_blocks_0_q") == [
+        ("transformer_blocks.0.q",)
+    ]
+    assert found(base, "lora_unet_transformer_proj_out") == [("proj_out",)]
+    assert found(base, "lora_unet_base_model_model_blocks_5_q") == [("blocks.5.q",)]
+
+
+def test_no_more_wrappers_are_taken_off_than_any_stack_has():
+    assert len(list(forms("model." * 300 + "x"))) < 10
 
 
 def test_a_segment_inside_a_path_is_no_wrapper():

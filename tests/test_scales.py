@@ -133,9 +133,12 @@ class TestKohyasMetadata:
     def test_says_nothing_beside_each_modules_alpha(self, write):
         assert scales(write(factors("x") | {"x.alpha": torch.tensor(4.0)}, ASKED)) == {"x": 1}
 
-    def test_without_them_leaves_a_doubt(self, write):
-        path = write(factors("x"), ASKED)
-        with pytest.raises(AdapterError, match=r"ss_network_alpha 2 / ss_network_dim 4.*--alpha"):
+    @pytest.mark.parametrize("dim", ["4", None])
+    def test_without_them_leaves_a_doubt(self, write, dim):
+        asked = {"ss_network_alpha": "2"} | ({"ss_network_dim": dim} if dim else {})
+        path = write(factors("x"), asked)
+        told = rf"ss_network_alpha 2 / ss_network_dim {dim} says.*--alpha"
+        with pytest.raises(AdapterError, match=told):
             AdapterFile.open(path)
         assert scales(path, alpha=2.0) == {"x": 0.5}
 
@@ -209,6 +212,9 @@ class TestPeftsConfiguration:
             ("alpha_pattern", {"x": "y"}, r"alpha_pattern\.x: expected a finite number"),
             ("alpha_pattern", ["x"], "alpha_pattern: expected patterns"),
             ("alpha_pattern", {"x[": 1}, "is no regular expression"),
+            ("alpha_pattern", {"(a+)+b": 1}, "may take forever to match"),
+            ("rank_pattern", {"((a*))*b": 1}, "may take forever to match"),
+            ("use_rslora", "false", "use_rslora: expected true or false, found 'false'"),
         ],
     )
     def test_of_what_cannot_be_applied_is_refused_by_its_name(self, write, field, value, told):
@@ -240,10 +246,20 @@ class TestDiffusersMetadata:
             "text_encoder.r": 9, "text_encoder.lora_alpha": 9, "text_encoder.use_dora": True,
         }  # fmt: skip
         path = write(
-            factors("transformer.x") | factors("transformer.y") | factors("x"),
+            factors("transformer.x") | factors("transformer.y") | factors("text_encoder_2.x"),
             {"lora_adapter_metadata": json.dumps(told)},
         )
-        assert scales(path) == {"transformer.x": 0.5, "transformer.y": 0.25, "x": 1.0}
+        assert scales(path) == {
+            "transformer.x": 0.5, "transformer.y": 0.25, "text_encoder_2.x": 1.0
+        }  # fmt: skip
+
+    @pytest.mark.parametrize("path", ["x", "diffusion_model.x", "unet.x"])
+    def test_of_names_that_were_changed_since_leaves_a_doubt(self, write, path):
+        told = json.dumps({"transformer.r": 4, "transformer.lora_alpha": 2})
+        file = write(factors(path), {"lora_adapter_metadata": told})
+        with pytest.raises(AdapterError, match=r"of 'transformer\.', and nothing of this one"):
+            AdapterFile.open(file)
+        assert scales(file, alpha=8.0) == {path: 2.0}
 
     def test_that_contradicts_another_source_is_refused(self, write):
         told = json.dumps({"transformer.r": 4, "transformer.lora_alpha": 2})
