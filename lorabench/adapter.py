@@ -219,6 +219,7 @@ def _lacking(
         f"{path}: {many} modules match the base; it lacks {few(unmatched)}"
         f"{did_you_mean(bare(unmatched[0]), map(bare, places.modules[:_GUESSED]))}; is this "
         f"adapter for another model, or the base cut to fewer blocks?"
+        + (" --allow-unmatched applies the rest" if matched else "")
     )
 
 

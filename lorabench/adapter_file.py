@@ -11,7 +11,7 @@ from pathlib import Path
 from lorabench.checkpoint import Checkpoint
 from lorabench.errors import AdapterError
 from lorabench.header import Entry
-from lorabench.keys import WHOLE, Part, Refused, parse_key
+from lorabench.keys import WHOLE, Part, Refused, is_adapters, parse_key
 from lorabench.places import bare, is_text_encoders
 from lorabench.scales import Scale, Scales
 
@@ -112,6 +112,11 @@ class AdapterFile:
         """
         file = Checkpoint.open(path)
         grouped, refused = _grouped(file)
+        if not grouped and refused and not any(map(is_adapters, file.entries)):
+            raise AdapterError(
+                f"{file.path}: no tensor is an adapter's ({few(file.entries)}); is it a base, "
+                f"given in an adapter's place?"
+            )
         if not allow_skip:
             refuse(file.path, (key for key in refused if not is_text_encoders(key.path)))
         for path_, parts in grouped.items():
@@ -254,8 +259,8 @@ def refuse(path: Path, refused: Iterable[Refused]) -> None:
         for kind, keys in kinds.items()
     )
     raise AdapterError(
-        f"{path}: holds what isn't applied: {'; '.join(told)}; to apply the rest without the "
-        f"modules that have such tensors, ask for it with --allow-skip"
+        f"{path}: holds what isn't applied: {'; '.join(told)}; 'inspect' and 'fuse' leave out the "
+        f"modules that have such tensors with --allow-skip, Adapter.open with allow_skip=True"
     )
 
 

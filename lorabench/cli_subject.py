@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from lorabench.cli_options import Device
+from lorabench.cli_say import say
 from lorabench.errors import ConfigError, UnavailableError, did_you_mean
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ def find_subject(
     from lorabench.arguments import check_records_file, check_size
     from lorabench.bench import Subject
     from lorabench.synthetic import sample_weights
+    from lorabench.tables import left_out_text
 
     if device == Device.cuda and not torch.cuda.is_available():
         raise UnavailableError(f"--device cuda: torch {torch.__version__} finds no CUDA GPU")
@@ -105,7 +107,10 @@ def find_subject(
     if base is not None:
         paths = {role: b.path for role, b in bindings.items() if b.path is not None}
         subject = Subject(base, paths, device.value)
-        subject.open()
+        _, opened = subject.open()
+        for adapter in opened.values():
+            if told := left_out_text(adapter):
+                say(told, err=True)
         check_records_file(out)
         return subject
     check_size(size := size or "tiny")

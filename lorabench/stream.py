@@ -5,6 +5,7 @@ waiting again, and one being given on. One thread reads; the others fuse tiles, 
 scratch memory and its own share of torch's threads; the caller takes the segments in order.
 """
 
+import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lorabench.adapter import Adapter
+from lorabench.adapter_file import few
 from lorabench.checkpoint import Checkpoint, torch_dtype
 from lorabench.directio import Reader, aligned_memory
 from lorabench.errors import AdapterError, UnavailableError
@@ -95,12 +97,13 @@ def stream(
                 yield segment, memory, [pool.submit(fuse, tile, memory) for tile in tiles]
 
     scratch = local()
+    factors = _Factors()
 
     def fuse(tile: Tile, memory: Tensor) -> None:
         assert kernel is not None
         if not hasattr(scratch, "mine"):
             scratch.mine = Scratch()
-        _fuse(tile, memory, base, kernel, scratch.mine)
+        _fuse(tile, memory, base, kernel, factors, scratch.mine)
 
     workers = min(MAX_WORKERS, torch.get_num_threads())
     with _threads(torch.get_num_threads() // workers):
@@ -113,6 +116,7 @@ def stream(
                     yield segment, memory
         finally:
             pool.shutdown(cancel_futures=True)
+    factors.warn()
 
 
 @contextmanager
@@ -134,12 +138,53 @@ def shown(
         )
 
 
-def _fuse(tile: Tile, memory: Tensor, base: Checkpoint, kernel: Kernel, scratch: Scratch) -> None:
+class _Factors:
+    """Rows of adapters' factors, as tiles take them, from any number of threads."""
+
+    def __init__(self) -> None:
+        self._met: set[tuple[Path, str]] = set()
+        self._live: set[tuple[Path, str]] = set()  # those that aren't all zeros
+
+    def take(self, memory: Tensor, rows: Rows, file: Path) -> Tensor:
+        """Return rows of a factor; raise :class:`AdapterError` if they aren't finite."""
+        factor = _view(memory, rows)
+        if bad := _not_finite(factor):
+            raise AdapterError(
+                f"{file}: tensor '{rows.spec.name}': {bad:,} values are not finite; the adapter is "
+                f"damaged or its training diverged"
+            )
+        key = file, rows.spec.name
+        self._met.add(key)
+        if key not in self._live and factor.any():
+            self._live.add(key)
+        return factor
+
+    def warn(self) -> None:
+        """Warn of factors of which all rows that were taken are zeros."""
+        zeros = sorted(self._met - self._live)
+        for path in dict.fromkeys(path for path, _ in zeros):
+            names = [name for file, name in zeros if file == path]
+            warnings.warn(
+                f"{path}: {len(names)} of {sum(file == path for file, _ in self._met)} factors are "
+                f"all zeros, so that their modules add nothing: {few(names)}; was the adapter "
+                f"trained?",
+                stacklevel=3,
+            )
+
+
+def _fuse(
+    tile: Tile,
+    memory: Tensor,
+    base: Checkpoint,
+    kernel: Kernel,
+    factors: _Factors,
+    scratch: Scratch,
+) -> None:
     weight = _view(memory, tile.weight)
     terms = []
     for a, b, scale, strength, file in tile.factors:
-        down = None if a is None else _factor(memory, a, file)
-        terms.append(Term(Pair(down, _factor(memory, b, file), scale), strength))
+        down = None if a is None else factors.take(memory, a, file)
+        terms.append(Term(Pair(down, factors.take(memory, b, file), scale), strength))
     kernel(weight, terms, scratch)
     if _not_finite(weight):
         name = tile.weight.spec.name
@@ -153,16 +198,6 @@ def _fuse(tile: Tile, memory: Tensor, base: Checkpoint, kernel: Kernel, scratch:
     if weight.data_ptr() not in _span(memory):  # fused in a copy, for being aligned
         at, nbytes = tile.weight.at, tile.weight.spec.nbytes
         memory[at : at + nbytes] = weight.reshape(-1).view(torch.uint8)
-
-
-def _factor(memory: Tensor, rows: Rows, file: Path) -> Tensor:
-    factor = _view(memory, rows)
-    if bad := _not_finite(factor):
-        raise AdapterError(
-            f"{file}: tensor '{rows.spec.name}': {bad:,} values are not finite; the adapter is "
-            f"damaged or its training diverged"
-        )
-    return factor
 
 
 def _view(memory: Tensor, rows: Rows) -> Tensor:

@@ -152,9 +152,16 @@ class TestNames:
         with pytest.raises(AdapterError, match=re.escape(f"has '{key}' but no {lacks}")):
             Adapter.open(path, BASE, allow_unmatched=True)
 
-    @pytest.mark.parametrize("tensors", [{}, {"x.weight": torch.ones(2)}])
-    def test_of_an_adapter_are_needed(self, write, tensors):
-        with pytest.raises(AdapterError, match="nothing in it can be applied"):
+    @pytest.mark.parametrize(
+        ("tensors", "told"),
+        [
+            ({}, "nothing in it can be applied"),
+            ({"x.hada_w1_a": torch.ones(2)}, "nothing in it can be applied"),
+            ({"x.weight": torch.ones(2)}, "is it a base, given in an adapter's place"),
+        ],
+    )
+    def test_of_an_adapter_are_needed(self, write, tensors, told):
+        with pytest.raises(AdapterError, match=told):
             Adapter.open(write(tensors), BASE, allow_skip=True)
 
 

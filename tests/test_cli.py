@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 import nbformat
 import pytest
+import torch
 from conftest import shard
 from nbformat.v4 import new_code_cell, new_notebook
+from safetensors.torch import save_file
 
 import lorabench
 from lorabench import records
@@ -912,7 +914,8 @@ def test_fuse_writes_what_resident_weights_would_hold(run, files, base, adapters
 def test_fuse_says_what_scale_it_assumes_and_takes_another(run, tmp_path):
     base, silent = tmp_path / "base.safetensors", tmp_path / "silent.safetensors"
     write_f32(base, {"x.weight": [6, 8]})
-    write_f32(silent, {"x.lora_A.weight": [4, 8], "x.lora_B.weight": [6, 4]})
+    factors = {"x.lora_A.weight": torch.ones(4, 8), "x.lora_B.weight": torch.ones(6, 4)}
+    save_file(factors, silent)
     ended = run("fuse", base, silent, "--out", tmp_path / "one.safetensors")
     assert "the scale of 1 modules is 1, assumed: nothing tells an alpha" in ended.err
     given = ("--alpha", "silent=2", "--out", tmp_path / "two.safetensors")
@@ -953,7 +956,7 @@ def test_adapters_of_one_file_name_are_told_apart_by_their_folders(run, files, t
         (["{user}=nan"], "x.safetensors", "finite"),
         (["{user}", "{user}=2"], "x.safetensors", "is given twice"),
         (["{user}=0"], "x.safetensors", "every strength is 0"),
-        (["{base}"], "x.safetensors", "isn't applied: a whole weight"),
+        (["{base}"], "x.safetensors", "is it a base, given in an adapter's place"),
         (["{user}"], "x.bin", "expected a file name that ends in .safetensors"),
         (["{user}"], "{user}", "is an input"),
         (["{user}"], "{base}", "is an input"),

@@ -54,7 +54,8 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         "rows",
     },
     "stream": {
-        "adapter", "checkpoint", "directio", "fuse", "kernels", "progress", "readahead",
+        "adapter", "adapter_file", "checkpoint", "directio", "fuse", "kernels", "progress",
+        "readahead",
         "segments",
     },
     "streamed": {

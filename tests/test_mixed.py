@@ -378,6 +378,20 @@ def test_factors_that_are_all_zeros_are_warned_of_once(model, tmp_path):
     assert len(found) == 1
 
 
+@pytest.mark.parametrize("tile", [1, 1 << 20])
+def test_factors_that_are_all_zeros_are_warned_of_where_they_stream(
+    model, tmp_path, monkeypatch, tile
+):
+    monkeypatch.setattr(gemm, "TILE", tile)
+    tensors = {name: torch.zeros_like(t) if name.endswith("B") else t
+               for name, t in USER.tensors.items()}  # fmt: skip
+    adapter = adapter_of(replace(USER, tensors=tensors), tmp_path / "new.safetensors", model.base)
+    out = tmp_path / "out.safetensors"
+    with pytest.warns(UserWarning, match="factors are all zeros, so that their modules") as found:
+        fuse_file(model.base, {"user": adapter}, State(user=1.0), out)
+    assert len(found) == 1
+
+
 # What can't be done
 
 
