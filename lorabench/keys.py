@@ -81,7 +81,7 @@ _KINDS = tuple(
 
 _SIGNS = re.compile(
     r"(?:lora|lycoris)_.*"
-    r"|.*\.(?:lora[_.].*|(?:hada|lokr|oft|boft|vera)_.*|dora_scale|diff|diff_b|[wb]_norm|on_input)"
+    r"|.*\.(?:lora[_.].*|(?:hada|lokr|oft|boft|vera|ia3)_.*|dora_scale|diff|diff_b|[wb]_norm|on_input|lambda_layer)"
 )
 
 

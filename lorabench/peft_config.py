@@ -34,7 +34,7 @@ _PATTERN = r"(.*\.)?({})$"  # of a module's name, as PEFT 0.21 has it (utils/oth
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-_NESTED = re.compile(r"[+*}]\)+[+*{]|[+*}][^()]*\)[+*{]")
+_NESTED = re.compile(r"[+*}][^()]*\)+[+*{]")  # (a+)+
 
 _REFUSED = {
     "use_dora": "DoRA scales each row of the fused weight",

@@ -91,6 +91,8 @@ def test_what_is_no_name_of_an_adapter_is_not_understood(name):
         ("x.lora.down.weight", True),
         ("x.hada_w1_a", True),
         ("x.diff", True),
+        ("x.ia3_l.weight", True),
+        ("x.lambda_layer", True),
         ("x.to_q.weight", False),
         ("x.to_q.bias", False),
         ("x.to_q.weight_scale", False),
