@@ -1,6 +1,7 @@
 """Each way back to base bits is measured by its own yardsticks, and its bits are checked."""
 
 import dataclasses
+import math
 
 import pytest
 
@@ -129,8 +130,25 @@ def test_the_frame_judges_each_restore_by_its_own_yardsticks(recorded):
     assert (frame.unfuse_over_fuse > 0).all()
     assert frame.unfuse_s["images"] < frame.plain_fuse_s["images"]
     assert frame.bits["host_snapshot"] == pytest.approx(16)
-    for name in ("measured_bytes", "predicted_bytes", "digest_over_pass", "bandwidth_share"):
+    for name in ("predicted_bytes", "digest_over_pass", "bandwidth_share"):
         assert (frame[name] > 0).all(), name
+
+
+def test_memory_is_judged_where_it_was_seen(recorded):
+    case = [r for r in recorded if r.case["restore"] == "reread"]
+    [load] = [r for r in case if r.case["contender"] == "load"]
+    others = [r for r in case if r is not load]
+    base, predicted = load.details["baseline_private_bytes"], load.details["predicted_bytes"]
+
+    def judged(peak):
+        [row] = bench.restores_frame(
+            [dataclasses.replace(load, peak_private_bytes=peak), *others]
+        ).itertuples()
+        return row.measured_bytes, row.memory_error
+
+    assert judged(base + 2 * predicted) == (2 * predicted, -0.5)
+    for unseen in (base, base - 4096):
+        assert math.isnan(judged(unseen)[1])
 
 
 def test_ratios_are_taken_within_a_round(recorded):

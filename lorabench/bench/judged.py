@@ -1,5 +1,6 @@
 """What measured restores come to: each one judged by the yardsticks of its own process."""
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
@@ -67,7 +68,8 @@ def _judge(found: Mapping[str, Record]) -> dict[str, Any]:
         "unfuse_over_fuse": over("unfuse", "plain fuse"),
         "bandwidth_share": over("copy", "unfuse"),
         "digest_over_pass": medians["digest"] / medians["plain fuse"],
-        "memory_error": weighed["predicted_bytes"] / measured - 1,
+        # What is too small to be seen beside what the process had before has no error.
+        "memory_error": weighed["predicted_bytes"] / measured - 1 if measured > 0 else math.nan,
         "provenance": load.provenance,
     }
 
