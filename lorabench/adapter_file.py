@@ -111,7 +111,8 @@ class AdapterFile:
             shape or dtype doesn't fit, or the scale of a module is unclear.
         """
         file = Checkpoint.open(path)
-        grouped, refused = _grouped(file)
+        keys = [parse_key(name) for name in file.entries]
+        grouped, refused = _grouped(file, keys)
         if not grouped and refused and not any(map(is_adapters, file.entries)):
             raise AdapterError(
                 f"{file.path}: no tensor is an adapter's ({few(file.entries)}); is it a base, "
@@ -126,18 +127,18 @@ class AdapterFile:
         modules = tuple(
             Module(path_, parts, _scale(scales, path_, parts)) for path_, parts in grouped.items()
         )
-        keys = (parse_key(name) for name in file.entries)
         styles = dict.fromkeys(key.style for key in keys if isinstance(key, Part) and key.style)
         return cls(file, modules, refused, tuple(styles))
 
 
-def _grouped(file: Checkpoint) -> tuple[dict[str, dict[str, Entry]], tuple[Refused, ...]]:
+def _grouped(
+    file: Checkpoint, keys: Iterable[Part | Refused]
+) -> tuple[dict[str, dict[str, Entry]], tuple[Refused, ...]]:
     """Group tensors by module; leave out modules that hold something of a refused kind."""
     modules: defaultdict[str, dict[str, Entry]] = defaultdict(dict)
     refused: list[Refused] = []
     infixes: dict[str, None] = {}
-    for name, entry in file.entries.items():
-        key = parse_key(name)
+    for key, (name, entry) in zip(keys, file.entries.items(), strict=True):
         if isinstance(key, Part) and (why := _kind_by_tensor(entry, key.role)):
             key = Refused(name, key.path, *why)
         if isinstance(key, Refused):

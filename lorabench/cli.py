@@ -180,7 +180,7 @@ def inspect(
     from lorabench.arguments import find_geometry, holds_adapter
     from lorabench.checkpoint import Checkpoint
     from lorabench.describe import describe_adapter, describe_base, describe_match
-    from lorabench.tables import inspect_text
+    from lorabench.inspected import inspect_text
 
     if holds_adapter(checkpoint := Checkpoint.open(path)):
         fields = describe_adapter(AdapterFile.open(path, allow_skip=True, alpha=alpha))

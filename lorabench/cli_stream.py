@@ -76,8 +76,9 @@ def fuse(
     from lorabench.arguments import parse_adapters, parse_alphas
     from lorabench.checkpoint import Checkpoint
     from lorabench.fusedfile import fuse_file
+    from lorabench.inspected import left_out_text
     from lorabench.recipe import State
-    from lorabench.tables import fused_text, left_out_text
+    from lorabench.tables import fused_text
 
     files = parse_adapters(adapters)
     told = parse_alphas(alphas, files)

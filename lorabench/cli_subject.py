@@ -88,8 +88,8 @@ def find_subject(
 
     from lorabench.arguments import check_records_file, check_size
     from lorabench.bench import Subject
+    from lorabench.inspected import left_out_text
     from lorabench.synthetic import sample_weights
-    from lorabench.tables import left_out_text
 
     if device == Device.cuda and not torch.cuda.is_available():
         raise UnavailableError(f"--device cuda: torch {torch.__version__} finds no CUDA GPU")

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from lorabench.adapter import Adapter
 from lorabench.adapter_file import AdapterFile, ranks_of, scales_of
 from lorabench.checkpoint import Checkpoint
 from lorabench.cost import predict_plan, touches_of
-from lorabench.geometry import Geometry, TensorSpec, from_tensors
+from lorabench.geometry import DTYPE_BYTES, Geometry, TensorSpec, from_tensors
 from lorabench.places import is_text_encoders
 from lorabench.plan import Strategy, plan
 from lorabench.recipe import Recipe
@@ -66,19 +65,17 @@ def describe_adapter(adapter: AdapterFile) -> dict[str, Any]:
 def describe_match(adapter: Adapter, base: Geometry) -> dict[str, Any]:
     """Return which of an adapter's modules a base has, and what a pass over those amounts to."""
     params = sum(t.params for t in base.tensors)
-    touched = sum(len(p.rows) * prod(p.weight.shape[1:]) for p in adapter.pairs)
-    touched_bytes = sum(
-        len(p.rows) * p.weight.nbytes // max(1, p.weight.shape[0]) for p in adapter.pairs
-    )
+    touched = {target: len(target.rows) * target.columns for target in adapter.targets}
+    touched_bytes = sum(n * DTYPE_BYTES[target.weight.dtype] for target, n in touched.items())
     return {
         "name": base.name,
         "params": params,
         "matched": [pair.module for pair in adapter.pairs],
         "unmatched": list(adapter.unmatched),
         "text_encoders": list(adapter.text_encoders),
-        "touched_params": touched,
-        "touched_share": touched / params if params else 0.0,
-        "pass_flops": sum(2 * target.macs for target in adapter.targets),
+        "touched_params": sum(touched.values()),
+        "touched_share": sum(touched.values()) / params if params else 0.0,
+        "pass_flops": sum(2 * target.macs for target in touched),
         "pass_bytes": 2 * touched_bytes + adapter.factor_bytes,
     }
 

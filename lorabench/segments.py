@@ -14,13 +14,14 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from lorabench.adapter import Adapter, PairEntry
+from lorabench.adapter import Adapter
 from lorabench.checkpoint import Checkpoint
 from lorabench.cost import Work
 from lorabench.directio import BLOCK, round_up
 from lorabench.geometry import TensorSpec
 from lorabench.header import Entry
 from lorabench.kernels.gemm import tile_rows
+from lorabench.pairing import PairEntry
 from lorabench.recipe import State
 from lorabench.rows import stretches
 

@@ -6,21 +6,23 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lorabench.adapter import Adapter
 from lorabench.arithmetic import show
 from lorabench.claims import VERDICTS
 from lorabench.cost import Work
+from lorabench.layout import (
+    Fact,
+    bytes_fact,
+    facts,
+    histogram,
+    scaled,
+    share,
+    table,
+    wrapped,
+)
 from lorabench.measure import Samples
 from lorabench.plan import STRATEGY_VALUES
 from lorabench.recipe import State
 from lorabench.records import Record
-
-WIDTH = 100
-LISTED = 3
-"""How many of a list's names are shown; --json has them all."""
-
-Fact = tuple[str, int | str, str]
-"""A name, a value and a remark."""
 
 
 def geometry_text(fields: Mapping[str, Any]) -> str:
@@ -29,9 +31,9 @@ def geometry_text(fields: Mapping[str, Any]) -> str:
     rows: list[Fact] = [
         ("tensors", fields["tensors"], ""),
         ("parameters", fields["params"], ""),
-        _bytes("tensor bytes", fields["tensor_bytes"]),
+        bytes_fact("tensor bytes", fields["tensor_bytes"]),
         ("targets", fields["targets"], "weights that an adapter may touch"),
-        ("touched parameters", touched, _share(touched, fields["params"])),
+        ("touched parameters", touched, share(touched, fields["params"])),
     ]
     if fields["ranks"] is None:
         rows.append(("adapter", "no rank is known; give one with --rank", ""))
@@ -39,91 +41,11 @@ def geometry_text(fields: Mapping[str, Any]) -> str:
         work = f"{scaled(2 * fields['macs'], 'FLOP')} per pass"
         rows += [
             ("adapter parameters", fields["adapter_params"], ""),
-            _bytes("adapter tensor bytes", fields["adapter_tensor_bytes"]),
+            bytes_fact("adapter tensor bytes", fields["adapter_tensor_bytes"]),
             ("multiply-accumulates", fields["macs"], work),
-            ("adapter ranks", _histogram(fields["ranks"]), ""),
+            ("adapter ranks", histogram(fields["ranks"]), ""),
         ]
-    return f"{fields['name']}, {fields['blocks']} blocks\n{_facts(rows)}"
-
-
-def inspect_text(fields: Mapping[str, Any]) -> str:
-    """Say what `describe_base` or `describe_adapter` found, and `describe_match` under ``base``."""
-    rows: list[Fact] = [
-        ("files", len(fields["files"]), ""),
-        _bytes("bytes", fields["bytes"]),
-        ("tensors", fields["tensors"], _histogram(fields["dtypes"])),
-        ("parameters", fields["params"], ""),
-    ]
-    if fields["kind"] == "base":
-        kind = "a base"
-        rows.append(("blocks", fields["blocks"], ""))
-    else:
-        kind = "an adapter"
-        kinds = [("kind", name, f"x {count:,}") for name, count in fields["kinds"].items()]
-        rows += [
-            *(("names", style, "") for style in fields["names"]),
-            ("modules", fields["modules"], ""),
-            *kinds,
-            *([("rank", _histogram(fields["ranks"]), "")] if fields["ranks"] else []),
-            *(
-                ("scale", f"{scale['scale']:g}", f"x {scale['modules']:,} ({scale['source']})")
-                for scale in fields["scales"]
-            ),
-            _bytes("factor bytes", fields["factor_bytes"]),
-            _flops(fields["pass_flops"]),
-        ]
-        if others := fields["text_encoders"]:
-            rows.append(("text encoders'", len(others), f"{_few(others)}: out of scope"))
-    text = f"{fields['path']}: {kind}\n{_facts(rows)}"
-    if refused := fields.get("not_applied"):
-        text += f"\n\nnot applied\n{_refused_lines(refused)}"
-    if metadata := fields["metadata"]:
-        shown = [(_cut(name, 30), _cut(text, 60), "") for name, text in metadata.items()]
-        text += f"\n\nmetadata\n{_facts(shown)}"
-    if match := fields.get("base"):
-        touched = match["touched_params"]
-        rows = [
-            ("matched targets", len(match["matched"]), _few(match["matched"])),
-            ("unmatched targets", len(match["unmatched"]), _few(match["unmatched"])),
-            ("touched parameters", touched, _share(touched, match["params"])),
-            _flops(match["pass_flops"]),
-            _bytes("pass bytes", match["pass_bytes"]),
-        ]
-        text += f"\n\nheld against {match['name']}\n{_facts(rows)}"
-    return text
-
-
-def left_out_text(adapter: Adapter) -> str:
-    """Say what of an adapter isn't applied though it was allowed, and what is assumed of it."""
-    path = adapter.file.path
-    lines = [
-        f"{path}: {len(names):,} {what}: {_few(names)}"
-        for what, names in (
-            ("modules that the base lacks are left out", adapter.unmatched),
-            ("modules of text encoders are out of scope", adapter.text_encoders),
-        )
-        if names
-    ]
-    lines += [
-        f"{path}: the scale of {modules:,} modules is {scale.value:g}, {scale.source}"
-        for scale, modules in adapter.scales.items()
-        if scale.is_assumed
-    ]
-    if adapter.skipped:
-        told = [{"tensor": k.name, "kind": k.kind, "remedy": k.remedy} for k in adapter.skipped]
-        lines.append(f"{path}: not applied:\n{_refused_lines(told)}")
-    return "\n".join(lines)
-
-
-def _refused_lines(refused: Iterable[Mapping[str, str]]) -> str:
-    """Say for each kind that isn't applied which tensors are of it, and what to do."""
-    kinds: dict[tuple[str, str], list[str]] = {}
-    for key in refused:
-        kinds.setdefault((key["kind"], key["remedy"]), []).append(key["tensor"])
-    return "\n".join(
-        f"  {kind} x {len(names):,}: {_few(names)}" + (f"\n    {remedy}" if remedy else "")
-        for (kind, remedy), names in kinds.items()
-    )
+    return f"{fields['name']}, {fields['blocks']} blocks\n{facts(rows)}"
 
 
 def synth_text(fields: Mapping[str, Any], *, dry_run: bool) -> str:
@@ -171,14 +93,14 @@ def plan_text(fields: Mapping[str, Any]) -> str:
         ("bound", ", ".join(f"{role} x {s}" for role, s in roles) or "no adapter", ""),
         ("strategy", strategy, ""),
         ("renders", str(fields["renders"]), ""),
-        ("actions", _histogram(Counter(action["kind"] for action in actions)), ""),
+        ("actions", histogram(Counter(action["kind"] for action in actions)), ""),
     ]
     total = sum(works, Work())
     read, copied = scaled(total.file_bytes, "B"), scaled(total.snapshot_bytes, "B")
     work = f"{scaled(total.flops, 'FLOP')}, {read} from files, {copied} from and to snapshots"
     model = f"{fields['geometry']}, each adapter of rank {fields['rank']} on every target"
     head += [("in all", work, ""), ("predicted for", model, "")]
-    return f"{_facts(head)}\n\n{table(header, rows, right=(0, 1, 2, 7, 8, 9))}"
+    return f"{facts(head)}\n\n{table(header, rows, right=(0, 1, 2, 7, 8, 9))}"
 
 
 def recipes_text(recipes: Iterable[Mapping[str, Any]]) -> str:
@@ -223,12 +145,12 @@ def fused_text(fields: Mapping[str, Any]) -> str:
     seconds, nbytes = fields["seconds"], fields["bytes"]
     rows: list[Fact] = [
         ("state", str(State(fields["state"])), ""),
-        _bytes("bytes", nbytes),
+        bytes_fact("bytes", nbytes),
         ("time", scaled(seconds, "s"), f"{scaled(fields['flops'] / seconds, 'FLOP')}/s"),
     ]
     if resumed := fields["resumed_bytes"]:
         rows.append(("of them", resumed, "had been written before the run was broken off"))
-    return f"{fields['path']}: written\n{_facts(rows)}"
+    return f"{fields['path']}: written\n{facts(rows)}"
 
 
 def records_text(records: Iterable[Record]) -> str:
@@ -267,60 +189,10 @@ def claims_text(claims: Sequence[Mapping[str, Any]]) -> str:
             figures += _check_lines(check, share=claim["value"] is not None)
         if claim["verdict"] == "open":
             figures.append(f"needs {claim['needs']}")
-        rows.append((claim["verdict"], _wrapped(says, 34), _wrapped(figures, 50)))
+        rows.append((claim["verdict"], wrapped(says, 34), wrapped(figures, 50)))
     counts = Counter(claim["verdict"] for claim in claims)
     counted = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS)
     return f"{table(('verdict', 'claim', 'figures'), rows)}\n\n{len(claims)} claims: {counted}"
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int] = ()) -> str:
-    """Lay out rows under a header; a cell may have several lines.
-
-    Parameters
-    ----------
-    right
-        Numbers of the columns that are aligned to the right.
-    """
-    cells = [[cell.split("\n") for cell in row] for row in (header, *rows)]
-    columns = list(zip(*cells, strict=True))
-    widths = [max(len(line) for cell in column for line in cell) for column in columns]
-    lines: list[str] = []
-    for number, row in enumerate(cells):
-        for at in range(max(map(len, row))):
-            texts = [cell[at] if at < len(cell) else "" for cell in row]
-            for column, width in enumerate(widths):
-                pad = texts[column].rjust if column in right else texts[column].ljust
-                texts[column] = pad(width)
-            lines.append("  ".join(texts).rstrip())
-        if number == 0:
-            lines.append("  ".join("-" * width for width in widths))
-    return "\n".join(lines)
-
-
-def scaled(amount: float, unit: str) -> str:
-    """Return an amount with two decimals and the prefix that fits: ``42.02 GB``, ``3.10 ms``."""
-    if amount == 0:
-        return f"0 {unit}"
-    prefixes = ("u", "m", "") if unit == "s" else ("", "k", "M", "G", "T", "P")
-    power = 1e-6 if unit == "s" else 1.0
-    for prefix in prefixes:
-        if amount < 1000 * power or prefix == prefixes[-1]:
-            return f"{amount / power:.{0 if power == 1 and unit != 's' else 2}f} {prefix}{unit}"
-        power *= 1000
-    raise AssertionError
-
-
-def _facts(rows: Sequence[Fact]) -> str:
-    """Lay out one fact a line; whole numbers are aligned to the right, among themselves."""
-    names = max(len(name) for name, _, _ in rows)
-    digits = max((len(f"{v:,}") for _, v, _ in rows if isinstance(v, int)), default=0)
-    lines: list[str] = []
-    for name, value, remark in rows:
-        shown = f"{value:>{digits},}" if isinstance(value, int) else value
-        line = f"  {name:{names}}  {shown}  {remark}".rstrip()
-        indent = " " * (names + 4)
-        lines += textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
-    return "\n".join(lines)
 
 
 def _told(claim: Mapping[str, Any]) -> str:
@@ -347,43 +219,6 @@ def _check_lines(check: Mapping[str, Any], *, share: bool) -> list[str]:
     if not check["inside"] and check["reading"]:
         lines += [f"  reading: {check['reading']}", f"  {check['reading_arithmetic']}"]
     return lines
-
-
-def _wrapped(lines: Iterable[str], width: int) -> str:
-    """Wrap each line by itself, what follows its first line a little further in."""
-    wrap = textwrap.TextWrapper(width, break_on_hyphens=False)
-    found = []
-    for line in filter(str.strip, lines):
-        wrap.subsequent_indent = " " * (len(line) - len(line.lstrip()) + 2 * (line[0] != " "))
-        found += wrap.wrap(line)
-    return "\n".join(found)
-
-
-def _bytes(name: str, nbytes: int) -> Fact:
-    return name, nbytes, scaled(nbytes, "B")
-
-
-def _flops(flops: int) -> Fact:
-    return "FLOPs of a pass", flops, scaled(flops, "FLOP")
-
-
-def _cut(text: str, width: int) -> str:
-    """Put a text into a line, its end left out where it is too long."""
-    line = " ".join(text.split())
-    return line if len(line) <= width else f"{line[: width - 3]}..."
-
-
-def _few(names: Sequence[str]) -> str:
-    more = len(names) - LISTED
-    return ", ".join(names[:LISTED]) + (f", and {more:,} more" if more > 0 else "")
-
-
-def _histogram(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} x{count:,}" for name, count in counts.items())
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part / whole:.1%} of the parameters" if whole else ""
 
 
 def _state(state: State, indent: int = 0) -> str:

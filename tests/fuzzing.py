@@ -30,10 +30,10 @@ from lorabench.checkpoint import Checkpoint
 from lorabench.describe import describe_adapter, describe_base, describe_match
 from lorabench.errors import AdapterError, FileError
 from lorabench.geometry import DTYPE_BYTES, TensorSpec, from_tensors
+from lorabench.inspected import inspect_text, left_out_text
 from lorabench.measure import private_bytes
 from lorabench.places import _FUSED as FUSED
 from lorabench.places import TEXT_ENCODERS, WRAPPERS, is_text_encoders
-from lorabench.tables import inspect_text, left_out_text
 
 MEMORY = 200 * 2**20
 """More than before that a process may hold, in bytes."""

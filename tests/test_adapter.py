@@ -106,9 +106,11 @@ class TestNames:
         with pytest.raises(AdapterError, match=r"two lora_A, 'attn.*' and 'attn.*'; keep one"):
             Adapter.open(write(pair("attn.to_q") | down), BASE)
 
-    def test_of_one_module_under_two_prefixes_are_refused(self, write):
-        with pytest.raises(AdapterError, match=r"are both for the base's .*attn\.to_q\.weight'"):
-            Adapter.open(write(pair(Q) | pair("attn.to_q")), BASE)
+    @pytest.mark.parametrize("more", [pair("attn.to_q"), {"attn.to_q.diff_b": torch.ones(OUT)}])
+    def test_of_one_module_under_two_prefixes_are_refused(self, write, more):
+        told = r"modules '.*to_q' and '.*to_q' are both for the base's '.*attn\.to_q'; keep one"
+        with pytest.raises(AdapterError, match=told):
+            Adapter.open(write(pair(Q) | more), BASE)
 
     def test_of_two_adapters_in_one_file_are_refused(self, write):
         tensors = {}

@@ -266,6 +266,8 @@ def test_a_pass_is_broken_off_after_its_budget(broken_off):
     steps = broken_off.details["progress"]
     assert steps[-1]["flops"] == broken_off.counted["flops"]
     assert min(broken_off.seconds[0], steps[-1]["seconds"]) >= 1.0
+    window = broken_off.details["memory"][-1]["seconds"]
+    assert max(broken_off.seconds[0], steps[-1]["seconds"]) <= window
     for name in ("seconds", "flops", "weights"):
         assert all(a[name] < b[name] for a, b in pairwise(steps))
 

@@ -27,7 +27,6 @@ def subject(files):
 @pytest.fixture(scope="session")
 def found(subject, tmp_path_factory):
     """One round of ours and PEFT, each in a fresh process first, then in one."""
-    pytest.importorskip("peft")
     case = bench.peers_case(subject, "distilled", ("gemm", "peft"), budget_seconds=600, rounds=1)
     return bench.sweep([case], tmp_path_factory.mktemp("peers") / "r.jsonl")
 

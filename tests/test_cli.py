@@ -22,12 +22,12 @@ from lorabench.derive import first_tenth
 from lorabench.digest import digest
 from lorabench.errors import CheckError, ConfigError, WeightsLostError
 from lorabench.geometry import Counts, load_geometry
+from lorabench.layout import scaled, table
 from lorabench.machine import git_commit
 from lorabench.plan import STRATEGIES, plan
 from lorabench.recipe import State, load_recipe, recipe_names
 from lorabench.report import NotebookError
 from lorabench.resident import ResidentWeights
-from lorabench.tables import scaled, table
 
 HEAVY = ("torch", "pandas", "plotly", "numba", "nbformat")
 COMMANDS = [

@@ -17,7 +17,7 @@ from lorabench.adapter import Adapter
 from lorabench.adapter_file import AdapterFile
 from lorabench.errors import AdapterError, FileError
 from lorabench.geometry import TensorSpec
-from lorabench.tables import inspect_text
+from lorabench.inspected import inspect_text
 
 CASES = 4_000
 

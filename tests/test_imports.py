@@ -25,8 +25,9 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "peft_config": {"checkpoint", "header", "places"},
     "scales": {"checkpoint", "header", "peft_config", "places"},
     "adapter_file": {"checkpoint", "header", "keys", "places", "scales"},
+    "pairing": {"adapter_file", "geometry", "header", "places"},
     "adapter": {
-        "adapter_file", "checkpoint", "geometry", "header", "keys", "places", "scales",
+        "adapter_file", "checkpoint", "geometry", "keys", "pairing", "places", "scales",
     },
     "limits": {"adapter"},
     "recipe": {"resources"},
@@ -50,8 +51,8 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "directio": {"checkpoint"},
     "readahead": {"checkpoint", "directio", "header"},
     "segments": {
-        "adapter", "checkpoint", "cost", "directio", "geometry", "header", "kernels", "recipe",
-        "rows",
+        "adapter", "checkpoint", "cost", "directio", "geometry", "header", "kernels", "pairing",
+        "recipe", "rows",
     },
     "stream": {
         "adapter", "adapter_file", "checkpoint", "directio", "fuse", "kernels", "progress",
@@ -99,7 +100,9 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         "adapter", "adapter_file", "checkpoint", "cost", "geometry", "places", "plan", "recipe",
         "synthetic",
     },
-    "tables": {"adapter", "arithmetic", "claims", "cost", "measure", "plan", "recipe", "records"},
+    "layout": set(),
+    "inspected": {"adapter", "layout"},
+    "tables": {"arithmetic", "claims", "cost", "layout", "measure", "plan", "recipe", "records"},
     "cli": ANY,
     "cli_options": set(),
     "cli_say": set(),

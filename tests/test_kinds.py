@@ -86,7 +86,6 @@ def test_an_f16_weight_keeps_the_bits_that_bf16_lacks():
 @pytest.mark.parametrize("strength", [1.0, 0.8, -0.25])
 def test_peft_merges_f16_on_the_cpu_as_r3_has_it(strength):
     """Run live: factors and weight in f16, two adapters one after another."""
-    pytest.importorskip("peft")
     from lorabench.peers import get_peer
 
     g = torch.Generator().manual_seed(3)

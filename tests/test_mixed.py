@@ -10,7 +10,7 @@ from odd import folder_bytes, write_raw
 from safetensors.torch import save_file
 
 from lorabench import check, limits
-from lorabench.adapter import Adapter, PairEntry
+from lorabench.adapter import Adapter
 from lorabench.checkpoint import Checkpoint
 from lorabench.cost import Work, predict_work
 from lorabench.digest import digest
@@ -20,6 +20,7 @@ from lorabench.fusedfile import fuse_file
 from lorabench.header import Entry
 from lorabench.kernels import gemm, one_nan
 from lorabench.loading import read_factors
+from lorabench.pairing import PairEntry
 from lorabench.plan import Load, Rebind
 from lorabench.recipe import BASE, State
 from lorabench.resident import ResidentWeights

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lorabench.adapter import Adapter, PairEntry
+from lorabench.adapter import Adapter
 from lorabench.alone import alone
 from lorabench.bench.cases import Case, Result, Subject
 from lorabench.check import compare
@@ -23,6 +23,7 @@ from lorabench.limits import check_plain
 from lorabench.loading import read_factors
 from lorabench.measure import Samples, time_boxed
 from lorabench.outside import Watch, visible
+from lorabench.pairing import PairEntry
 
 LOOP_SECONDS = {"tiny": 0.2, "small": 5.0, "laptop": 20.0, "full": 60.0}
 """How long the notebooks watch the loop, by size, before its pass is broken off."""
