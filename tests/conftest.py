@@ -10,8 +10,9 @@ from safetensors.torch import save_file
 
 from lorabench.adapter import Adapter
 from lorabench.checkpoint import Checkpoint
+from lorabench.fuse import RULES, reference_fuse
 from lorabench.geometry import load_geometry
-from lorabench.kernels import KERNELS
+from lorabench.kernels import KERNELS, Scratch, gemm, get_kernel
 from lorabench.synthetic import synthesize
 
 # A loaded machine is slow, and slow is no failure.
@@ -64,6 +65,28 @@ def shard(checkpoint: Checkpoint, folder: Path, shards: int) -> Path:
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return index
+
+
+def check_executions(base, terms, *, tile, panel, prepared_bytes) -> None:
+    """Hold every way of fusing against the reference, bit for bit, with tiles of a few elements."""
+    cpu = torch.device("cpu")
+    executions = {
+        ("R1", name): get_kernel(name, cpu)
+        for name in CPU_KERNELS
+        if name != "scalar" or base.dtype != torch.float16
+    }
+    for rule in RULES:
+        for product in (torch.bfloat16, torch.float32):
+            executions[rule, f"gemm, {product}"] = gemm.gemm_tiles(rule, product).fuse
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gemm, "TILE", tile)
+        patch.setattr(gemm, "MAX_ROWS", 7)
+        patch.setattr(gemm, "PANEL", panel)
+        patch.setattr(gemm, "PREPARED_BYTES", prepared_bytes)
+        for (rule, name), kernel in executions.items():
+            weight = base.clone()
+            kernel(weight, terms, Scratch())
+            assert torch.equal(bits(weight), bits(reference_fuse(base, terms, rule))), (rule, name)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CPU_KERNELS
+from conftest import CPU_KERNELS, check_executions
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -94,20 +94,7 @@ def test_kernels_agree_bit_for_bit_where_sums_are_exact(
     terms = [
         Term(exact_factors(seed + i, out, in_, r, factors), strength) for i, r in enumerate(ranks)
     ]
-    executions = {("R1", name): kernel for name, kernel in EXECUTIONS.items()}
-    for rule in RULES:
-        for product in (torch.bfloat16, torch.float32):
-            executions[rule, f"gemm, {product}"] = gemm_tiles(rule, product).fuse
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gemm_module, "TILE", tile)
-        patch.setattr(gemm_module, "MAX_ROWS", 7)
-        patch.setattr(gemm_module, "PANEL", panel)
-        patch.setattr(gemm_module, "PREPARED_BYTES", prepared_bytes)
-        for (rule, name), kernel in executions.items():
-            weight = base.clone()
-            kernel(weight, terms, Scratch())
-            expected = reference_fuse(base, terms, rule)
-            assert torch.equal(bits(weight), bits(expected)), (rule, name)
+    check_executions(base, terms, tile=tile, panel=panel, prepared_bytes=prepared_bytes)
 
 
 def test_gemm_stays_within_its_summation_error_on_real_values():

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from conftest import CPU_KERNELS, bits
+from conftest import CPU_KERNELS, bits, check_executions
 from hypothesis import given
 from hypothesis import strategies as st
 from test_kernels import NewStorage
 
 from lorabench.fuse import RULES, Pair, Term, reference_fuse, touched_rows
 from lorabench.kernels import Scratch, finite_if_all, get_kernel
-from lorabench.kernels import gemm as gemm_module
 from lorabench.kernels.gemm import gemm_tiles
 
 CPU = torch.device("cpu")
@@ -169,26 +168,11 @@ def test_kernels_agree_bit_for_bit_on_all_kinds(data, out, in_, dtype, tile, pre
     terms = data.draw(terms_of(out, in_))
     base = torch.randn(out, in_, generator=torch.Generator().manual_seed(out)).to(dtype)
     base.view(-1)[:2] = -0.0
-    executions = {
-        ("R1", name): get_kernel(name, CPU)
-        for name in CPU_KERNELS
-        if name != "scalar" or dtype != torch.float16
-    }
-    for rule in RULES:
-        for product in (torch.bfloat16, torch.float32):
-            executions[rule, f"gemm, {product}"] = gemm_tiles(rule, product).fuse
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gemm_module, "TILE", tile)
-        patch.setattr(gemm_module, "MAX_ROWS", 7)
-        patch.setattr(gemm_module, "PANEL", 8)
-        patch.setattr(gemm_module, "PREPARED_BYTES", prepared_bytes)
-        for (rule, name), kernel in executions.items():
-            weight = base.clone()
-            kernel(weight, terms, Scratch())
-            expected = reference_fuse(base, terms, rule)
-            assert torch.equal(bits(weight), bits(expected)), (rule, name)
+    check_executions(base, terms, tile=tile, panel=8, prepared_bytes=prepared_bytes)
     untouched = torch.tensor([not any(row in t.pair.rows for t in terms) for row in range(out)])
-    assert torch.equal(bits(weight[untouched]), bits(base[untouched]))
+    for rule in RULES:
+        fused = reference_fuse(base, terms, rule)
+        assert torch.equal(bits(fused[untouched]), bits(base[untouched]))
 
 
 @pytest.mark.parametrize("rule", RULES)
