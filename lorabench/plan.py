@@ -22,6 +22,8 @@ STRATEGY_VALUES: dict[str, tuple[str, ...]] = {
     ),
     "leave": ("last_phase", "first_phase"),
     "order": ("render_major", "phase_major"),
+    "apply": ("resident", "runtime", "per_layer"),
+    "overlap": ("none", "first_forward"),
 }
 
 
@@ -42,11 +44,19 @@ class Strategy:
         The state that a render leaves for the next one.
     order
         Whether a batch goes render by render, or all its renders go through a phase together.
+    apply
+        Whether weights are fused before a phase, or hold the base while its forwards add each
+        adapter's product to the weight's own (``runtime``: y + s·B(Ax)) or fuse each weight into
+        scratch memory (``per_layer``). These two load the base and never rebind, whatever load,
+        restore and leave say.
+    overlap
+        Whether a rebind ends before its phase, or goes weight by weight ahead of the phase's first
+        forward.
 
     Raises
     ------
     ConfigError
-        A field has a value that it can't have.
+        A field has a value that it can't have, or has it beside another's that it can't go with.
     """
 
     kernel: str = "gemm"
@@ -54,6 +64,8 @@ class Strategy:
     restore: str = "reread"
     leave: str = "last_phase"
     order: str = "render_major"
+    apply: str = "resident"
+    overlap: str = "none"
 
     def __post_init__(self) -> None:
         problems = [
@@ -62,6 +74,11 @@ class Strategy:
             for field, value in dataclasses.asdict(self).items()
             if value not in STRATEGY_VALUES[field]
         ]
+        if self.overlap != "none" and (self.apply != "resident" or self.restore == "images"):
+            problems.append(
+                f"overlap={self.overlap} goes with rebinds in place: expected apply=resident and "
+                f"another restore than images, found apply={self.apply}, restore={self.restore}"
+            )
         if problems:
             raise ConfigError("strategy: " + "; ".join(problems))
 
@@ -79,6 +96,11 @@ STRATEGIES: dict[str, Strategy] = {
     "ready_for_next": replace(_SNAPSHOT, leave="first_phase"),
     "batched": replace(_SNAPSHOT, order="phase_major"),
     "subtract": replace(_BOTH_FIXES, restore="subtract"),
+    "residual": replace(_BOTH_FIXES, restore="residual"),
+    "images": replace(_BOTH_FIXES, restore="images"),
+    "overlapped": replace(_SNAPSHOT, overlap="first_forward"),
+    "runtime": replace(_BOTH_FIXES, load="base", apply="runtime"),
+    "per_layer": replace(_BOTH_FIXES, load="base", apply="per_layer"),
 }
 
 STRATEGY_NOTES: dict[str, str] = {
@@ -90,6 +112,11 @@ STRATEGY_NOTES: dict[str, str] = {
     "ready_for_next": "snapshot, each render ending with a rebind to the first phase's state",
     "batched": "snapshot, all renders of a batch going through each phase together",
     "subtract": "both_fixes with the deltas computed again and subtracted: not exact",
+    "residual": "both_fixes with what a subtraction gets wrong kept, in some 0.65 bits a weight",
+    "images": "both_fixes with a copy of the touched weights kept for each state",
+    "overlapped": "snapshot, each rebind going weight by weight ahead of its phase's first forward",
+    "runtime": "nothing fused: each forward adds s·B(Ax)",
+    "per_layer": "nothing kept fused: each forward fuses each weight into scratch memory",
 }
 
 
@@ -155,6 +182,8 @@ class Rebind:
         What the rebind is for; phase is None for one that only makes ready for the next render.
     critical
         Whether the render waits for it.
+    overlapped
+        Whether it goes ahead of the first forward of the denoise that follows it.
     """
 
     kind: ClassVar[Literal["rebind"]] = "rebind"
@@ -163,6 +192,7 @@ class Rebind:
     render: int
     phase: int | None
     critical: bool
+    overlapped: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Return the action for JSON."""
@@ -173,18 +203,23 @@ class Rebind:
             "render": self.render,
             "phase": self.phase,
             "critical": self.critical,
+            "overlapped": self.overlapped,
         }
 
 
 @dataclass(frozen=True)
 class Denoise:
-    """Run one phase of one render in the state that the phase asks for."""
+    """Run one phase of one render in the state that the phase asks for.
+
+    Unless ``apply`` is ``resident``, the weights hold the base, and forwards bring the state.
+    """
 
     kind: ClassVar[Literal["denoise"]] = "denoise"
     critical: ClassVar[bool] = True
     state: State
     render: int
     phase: int
+    apply: str = "resident"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the action for JSON."""
@@ -194,45 +229,57 @@ class Denoise:
             "render": self.render,
             "phase": self.phase,
             "critical": self.critical,
+            "apply": self.apply,
         }
 
 
 Action = Load | Rebind | Denoise
 
 
-def plan(recipe: Recipe, strategy: Strategy, renders: int = 1) -> tuple[Action, ...]:
+def plan(
+    recipe: Recipe, strategy: Strategy, renders: int = 1, batch: int | None = None
+) -> tuple[Action, ...]:
     """List what an engine does to run some renders of a recipe, from load on.
 
     An action that would leave the state as it is isn't in the list. With ``leave=first_phase``
     every render, the last one too, ends with a rebind that no render waits for: a server doesn't
     know which of its renders is the last. Under ``order=phase_major`` the renders of the batch
-    end together, so that rebind comes once, at the batch's end, and names the last render.
+    end together, so that rebind comes once, at the batch's end, and names the last render. Where
+    nothing is fused (``apply``), there is a load of the base and the denoising, in the same order.
 
     Parameters
     ----------
     recipe
         A bound recipe (see `Recipe.bind`); one that isn't bound counts every role as bound at 1.
     strategy
-        Only its load, leave and order matter here.
+        Its kernel and restore don't matter here.
     renders
-        How many renders, one after another or as one batch.
+        How many renders.
+    batch
+        How many of them go through a phase together under ``order=phase_major``; all by default.
 
     Raises
     ------
     ConfigError
-        Fewer than one render.
+        Fewer than one render, or than one in a batch.
     """
-    if renders < 1:
-        raise ConfigError(f"renders: expected 1 or more, found {renders}; ask for one at least")
-    resident = _loaded_state(recipe, strategy.load)
+    for name, number in (("renders", renders), ("batch", batch)):
+        if number is not None and number < 1:
+            raise ConfigError(f"{name}: expected 1 or more, found {number}; ask for one at least")
+    fuses = strategy.apply == "resident"
+    resident = loaded_state(recipe, strategy.load) if fuses else BASE
     actions: list[Action] = [Load(resident)]
-    for render, phase in _visits(len(recipe.phases), renders, strategy):
+    for render, phase in visits(len(recipe.phases), renders, strategy.order, batch):
+        if phase is None and strategy.leave == "last_phase":
+            continue
         wanted = recipe.phases[0 if phase is None else phase].state
-        if wanted != resident:
-            actions.append(Rebind(resident, wanted, render, phase, critical=phase is not None))
+        if fuses and wanted != resident:
+            critical = phase is not None
+            overlapped = critical and strategy.overlap != "none"
+            actions.append(Rebind(resident, wanted, render, phase, critical, overlapped))
             resident = wanted
         if phase is not None:
-            actions.append(Denoise(wanted, render, phase))
+            actions.append(Denoise(wanted, render, phase, strategy.apply))
     return tuple(actions)
 
 
@@ -241,7 +288,8 @@ def count(actions: Iterable[Action], kind: Literal["load", "rebind", "denoise"])
     return sum(action.kind == kind for action in actions)
 
 
-def _loaded_state(recipe: Recipe, load: str) -> State:
+def loaded_state(recipe: Recipe, load: str) -> State:
+    """Return the state that loading leaves, by a strategy's ``load``."""
     if load == "base":
         return BASE
     if load == "first_phase":
@@ -251,15 +299,15 @@ def _loaded_state(recipe: Recipe, load: str) -> State:
     return State((role.name, last[role.name]) for role in recipe.roles if role.name in last)
 
 
-def _visits(phases: int, renders: int, strategy: Strategy) -> Iterator[tuple[int, int | None]]:
-    """Yield (render, phase) in the order they run; phase None is a render's end, made ready."""
-    ready = strategy.leave == "first_phase"
-    if strategy.order == "phase_major":
-        yield from ((render, phase) for phase in range(phases) for render in range(renders))
-        if ready:
-            yield renders - 1, None
-        return
-    for render in range(renders):
-        yield from ((render, phase) for phase in range(phases))
-        if ready:
-            yield render, None
+def visits(
+    phases: int, renders: int, order: str, batch: int | None = None
+) -> Iterator[tuple[int, int | None]]:
+    """Give (render, phase) in the order they run; phase None is where a render or batch ends.
+
+    A batch's end names its last render.
+    """
+    together = 1 if order == "render_major" else batch or renders
+    for first in range(0, renders, together):
+        some = range(first, min(first + together, renders))
+        yield from ((render, phase) for phase in range(phases) for render in some)
+        yield some[-1], None

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lorabench.errors import ConfigError, did_you_mean
-from lorabench.resources import data_folder, read_toml
+from lorabench.resources import data_folder, read_toml, toml_problems
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -67,6 +67,25 @@ class State(Mapping[str, float]):
         """Return the strengths by name, for JSON."""
         return dict(self._pairs)
 
+    @classmethod
+    def parse(cls, text: str) -> "State":
+        """Read a state from what `str` makes of one.
+
+        Raises
+        ------
+        ConfigError
+            The text is of another form.
+        """
+        if text == str(BASE):
+            return BASE
+        terms = (term.rpartition("@") for term in text.split(" + "))
+        try:
+            return cls((name, float(strength)) for name, _, strength in terms)
+        except ValueError:
+            raise ConfigError(
+                f"state '{text}': expected base, or name@strength + name@strength ..."
+            ) from None
+
 
 BASE = State()
 
@@ -103,7 +122,8 @@ class Phase:
     """A run of denoise steps in one state; its number is its place in the recipe, from 0.
 
     It runs ``steps * evaluations * guidance_passes`` forwards of the transformer. Tokens are those
-    of one forward, and None where the phase has no such stream (sound alone has no video tokens).
+    of one forward, and None where the phase has no such stream (sound alone has no video tokens);
+    a prompt is padded to its text tokens.
     """
 
     state: State
@@ -113,6 +133,18 @@ class Phase:
     video_tokens: int | None = None
     audio_tokens: int | None = None
     note: str = ""
+    text_tokens: int = 1024
+
+    @property
+    def forwards(self) -> int:
+        """Forwards of the transformer in the phase."""
+        return self.steps * self.evaluations * self.guidance_passes
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """Tokens of a forward by stream: ``video``, ``audio``, ``text``; 0 where there is none."""
+        streams = {"video": self.video_tokens, "audio": self.audio_tokens, "text": self.text_tokens}
+        return {stream: tokens or 0 for stream, tokens in streams.items()}
 
 
 @dataclass(frozen=True)
@@ -243,6 +275,7 @@ def _validate(name: str, tables: dict[str, Any]) -> tuple[Recipe | None, list[st
         guidance_passes: int = Field(1, ge=1)
         video_tokens: int | None = Field(None, ge=1)
         audio_tokens: int | None = Field(None, ge=1)
+        text_tokens: int = Field(1024, ge=1)
         note: str = ""
 
     class RecipeTable(BaseModel):
@@ -259,20 +292,8 @@ def _validate(name: str, tables: dict[str, Any]) -> tuple[Recipe | None, list[st
     try:
         table = RecipeTable.model_validate(tables)
     except ValidationError as error:
-        problems = []
-        for found in error.errors(include_url=False):
-            *parents, key = map(str, found["loc"])
-            where = ".".join([*parents, key])
-            if found["type"] == "missing":
-                problems.append(f"{where}: required, but missing")
-            elif found["type"] == "extra_forbidden":
-                keys = list((PhaseTable if parents else RecipeTable).model_fields)
-                problems.append(
-                    f"{where}: unknown key{did_you_mean(key, keys)}; keys here: {', '.join(keys)}"
-                )
-            else:
-                problems.append(f"{where}: {found['msg']}, found {found['input']!r}")
-        return None, problems
+        keys = {(): [*RecipeTable.model_fields], ("phases",): [*PhaseTable.model_fields]}
+        return None, toml_problems(error, keys)
     return Recipe(
         name=name,
         description=table.description,

@@ -1,17 +1,21 @@
-"""Model templates, recipes and claims: where the shipped ones live, and how any is read."""
+"""Models, recipes, machines and claims as TOML: where the shipped ones live, how any is read."""
 
 import os
 import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lorabench.errors import ConfigError
+from lorabench.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 MAX_TOML_BYTES = 1_000_000
 
 
 def data_folder(kind: str) -> Path:
-    """Return the folder of shipped TOML files: ``kind`` is ``models`` or ``recipes``.
+    """Return the folder of shipped TOML files: ``kind`` is ``models``, ``recipes`` or ``machines``.
 
     An installed wheel carries them inside the package; a checkout keeps them in ``data/``.
 
@@ -63,3 +67,26 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: can't be read: {error.strerror}; correct the path") from error
     except (ValueError, RecursionError, OverflowError) as error:  # not UTF-8, or not TOML
         raise ConfigError(f"{path}: is not TOML in UTF-8: {error}; correct the file") from error
+
+
+def toml_problems(
+    error: "ValidationError", keys: Mapping[tuple[str, ...], Sequence[str]]
+) -> list[str]:
+    """Tell everything that pydantic found wrong in a file's tables, a line each.
+
+    ``keys`` are those of tables by their place, numbers left out of it: they are told where a key
+    is unknown.
+    """
+    problems = []
+    for found in error.errors(include_url=False):
+        *parents, key = map(str, found["loc"])
+        where = ".".join([*parents, key])
+        if found["type"] == "missing":
+            problems.append(f"{where}: required, but missing")
+        elif found["type"] == "extra_forbidden":
+            known = keys.get(tuple(part for part in parents if not part.isdigit()), ())
+            told = f"; keys here: {', '.join(known)}" if known else ""
+            problems.append(f"{where}: unknown key{did_you_mean(key, known)}{told}")
+        else:
+            problems.append(f"{where}: {found['msg']}, found {found['input']!r}")
+    return problems

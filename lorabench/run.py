@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from lorabench.cost import Work
 from lorabench.plan import Action, Load, Rebind
+from lorabench.recipe import BASE
 from lorabench.resident import ResidentWeights
 from lorabench.streamed import StreamedWeights
 
@@ -16,7 +17,7 @@ def perform(
     """Carry out one action; return what it took.
 
     A denoise action computes nothing here: it asserts that the weights are in the state that its
-    phase asks for.
+    forwards ask for. A rebind to be overlapped with it is therefore carried out alone.
     """
     hook = () if after_weight is None else (after_weight,)
     if isinstance(action, Load):
@@ -24,7 +25,8 @@ def perform(
     if isinstance(action, Rebind):
         assert weights.state == action.before, (weights.state, action)
         return weights.rebind(action.after, *hook)
-    assert weights.state == action.state, (weights.state, action)
+    wanted = action.state if action.apply == "resident" else BASE
+    assert weights.state == wanted, (weights.state, action)
     return Work()
 
 

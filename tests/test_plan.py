@@ -107,7 +107,8 @@ class TestPlansActionByAction:
     )
     def test_one_state_throughout_is_never_rebound(self, preset: str, recipe: Recipe):
         actions = plan(recipe, STRATEGIES[preset], renders=4)
-        assert actions[0] == Load(recipe.phases[0].state)
+        fused = STRATEGIES[preset].apply == "resident"
+        assert actions[0] == Load(recipe.phases[0].state if fused else BASE)
         assert rebinds(actions) == []
 
     def test_ic_lora_is_the_mirror_image(self):
@@ -170,10 +171,45 @@ class TestPlansActionByAction:
         assert actions[-1] == Rebind(FUSED, BASE, 2, None, False)
         assert count(actions, "rebind") == 2
 
+    def test_a_batch_may_be_less_than_all_renders(self):
+        both = Strategy(order="phase_major", leave="first_phase")
+        assert plan(bound("ti2vid_two_stage"), both, renders=3, batch=2)[1:] == (
+            Denoise(BASE, 0, 0),
+            Denoise(BASE, 1, 0),
+            Rebind(BASE, FUSED, 0, 1, True),
+            Denoise(FUSED, 0, 1),
+            Denoise(FUSED, 1, 1),
+            Rebind(FUSED, BASE, 1, None, False),
+            Denoise(BASE, 2, 0),
+            Rebind(BASE, FUSED, 2, 1, True),
+            Denoise(FUSED, 2, 1),
+            Rebind(FUSED, BASE, 2, None, False),
+        )
+
+    @pytest.mark.parametrize("apply", ["runtime", "per_layer"])
+    def test_where_nothing_is_fused_the_base_is_loaded_and_never_rebound(self, apply: str):
+        assert plan(bound("hq_two_stage"), STRATEGIES[apply], renders=2) == (
+            Load(BASE),
+            *(
+                Denoise(state, render, phase, apply)
+                for render in (0, 1)
+                for phase, state in enumerate((QUARTER, HALF))
+            ),
+        )
+
+    def test_a_rebind_for_a_phase_may_go_ahead_of_its_first_forward(self):
+        ready = dataclasses.replace(STRATEGIES["overlapped"], leave="first_phase")
+        assert rebinds(plan(bound("ti2vid_two_stage"), ready)) == [
+            Rebind(BASE, FUSED, 0, 1, True, overlapped=True),
+            Rebind(FUSED, BASE, 0, None, False),
+        ]
+
     @pytest.mark.parametrize("renders", [0, -1])
     def test_no_renders_is_no_plan(self, renders: int):
         with pytest.raises(ConfigError, match=f"found {renders}"):
             plan(bound("one_stage"), DEFAULT, renders)
+        with pytest.raises(ConfigError, match=f"batch: .*found {renders}"):
+            plan(bound("one_stage"), DEFAULT, batch=renders)
 
     def test_actions_are_told_in_json(self):
         actions = plan(bound("hq_two_stage"), STRATEGIES["ready_for_next"])
@@ -185,6 +221,7 @@ class TestPlansActionByAction:
                 "render": 0,
                 "phase": 0,
                 "critical": True,
+                "apply": "resident",
             },
             {
                 "kind": "rebind",
@@ -193,6 +230,7 @@ class TestPlansActionByAction:
                 "render": 0,
                 "phase": 1,
                 "critical": True,
+                "overlapped": False,
             },
             {
                 "kind": "denoise",
@@ -200,6 +238,7 @@ class TestPlansActionByAction:
                 "render": 0,
                 "phase": 1,
                 "critical": True,
+                "apply": "resident",
             },
             {
                 "kind": "rebind",
@@ -208,13 +247,20 @@ class TestPlansActionByAction:
                 "render": 0,
                 "phase": None,
                 "critical": False,
+                "overlapped": False,
             },
         ]
 
 
-strategies = st.builds(
-    Strategy, **{field: st.sampled_from(values) for field, values in STRATEGY_VALUES.items()}
-)
+@st.composite
+def _strategies(draw: st.DrawFn) -> Strategy:
+    """Every strategy that can be meant."""
+    fields = {field: draw(st.sampled_from(values)) for field, values in STRATEGY_VALUES.items()}
+    in_place = fields["apply"] == "resident" and fields["restore"] != "images"
+    return Strategy(**fields if in_place else fields | {"overlap": "none"})
+
+
+strategies = _strategies()
 
 
 @st.composite
@@ -260,7 +306,8 @@ class TestWhatHoldsForAllPlans:
                 resident = action.after
             else:
                 assert isinstance(action, Denoise)
-                assert action.state == resident == recipe.phases[action.phase].state
+                assert action.state == recipe.phases[action.phase].state
+                assert resident == (action.state if action.apply == "resident" else BASE)
 
     @given(recipes, strategies, renders_of_a_run)
     def test_every_phase_of_every_render_is_denoised_once_and_in_order(
@@ -296,7 +343,8 @@ class TestWhatHoldsForAllPlans:
     ):
         last = plan(recipe, strategy, renders)[-1]
         left = last.after if isinstance(last, Rebind) else last.state
-        assert left == recipe.phases[0 if strategy.leave == "first_phase" else -1].state
+        ready = strategy.leave == "first_phase" and strategy.apply == "resident"
+        assert left == recipe.phases[0 if ready else -1].state
 
     @given(recipes, strategies, renders_of_a_run)
     def test_every_state_comes_from_the_recipe(
@@ -313,10 +361,10 @@ class TestWhatHoldsForAllPlans:
             "first_phase": recipe.phases[0].state,
             "base": BASE,
         }
-        assert load.state == wanted[strategy.load]
+        assert load.state == wanted[strategy.load if strategy.apply == "resident" else "base"]
 
     @given(recipes, strategies, renders_of_a_run)
-    def test_only_load_leave_and_order_make_the_plan(
+    def test_kernel_and_restore_dont_make_the_plan(
         self, recipe: Recipe, strategy: Strategy, renders: int
     ):
         default = dataclasses.replace(strategy, kernel=DEFAULT.kernel, restore=DEFAULT.restore)
@@ -347,22 +395,29 @@ class TestStrategy:
         }
 
     def test_presets_are_the_points_they_are_named_for(self):
-        points = {name: tuple(dataclasses.asdict(s).values()) for name, s in STRATEGIES.items()}
-        assert points == {
-            "as_written": ("scalar", "all", "reread", "last_phase", "render_major"),
-            "fast_kernel": ("gemm", "all", "reread", "last_phase", "render_major"),
-            "phase_aware": ("scalar", "first_phase", "reread", "last_phase", "render_major"),
-            "both_fixes": ("gemm", "first_phase", "reread", "last_phase", "render_major"),
-            "snapshot": ("gemm", "first_phase", "host_snapshot", "last_phase", "render_major"),
-            "ready_for_next": (
-                "gemm",
-                "first_phase",
-                "host_snapshot",
-                "first_phase",
-                "render_major",
-            ),
-            "batched": ("gemm", "first_phase", "host_snapshot", "last_phase", "phase_major"),
-            "subtract": ("gemm", "first_phase", "subtract", "last_phase", "render_major"),
+        changed = {
+            name: {
+                field: value
+                for field, value in dataclasses.asdict(strategy).items()
+                if value != STRATEGY_VALUES[field][0]
+            }
+            for name, strategy in STRATEGIES.items()
+        }
+        snapshot = {"restore": "host_snapshot"}
+        assert changed == {
+            "as_written": {"kernel": "scalar", "load": "all"},
+            "fast_kernel": {"load": "all"},
+            "phase_aware": {"kernel": "scalar"},
+            "both_fixes": {},
+            "snapshot": snapshot,
+            "ready_for_next": {**snapshot, "leave": "first_phase"},
+            "batched": {**snapshot, "order": "phase_major"},
+            "subtract": {"restore": "subtract"},
+            "residual": {"restore": "residual"},
+            "images": {"restore": "images"},
+            "overlapped": {**snapshot, "overlap": "first_forward"},
+            "runtime": {"load": "base", "apply": "runtime"},
+            "per_layer": {"load": "base", "apply": "per_layer"},
         }
 
     def test_every_preset_is_described_in_one_line(self):
@@ -377,6 +432,16 @@ class TestStrategy:
         assert "(did you mean 'gemm'?)" in message
         assert "(did you mean 'reread'?)" in message
         assert "device_snapshot" in message
+
+    @pytest.mark.parametrize(
+        "text",
+        ["images,overlap=first_forward", "overlapped,apply=runtime", "overlapped,restore=images"],
+    )
+    def test_only_a_rebind_in_place_can_be_overlapped(self, text: str):
+        with pytest.raises(
+            ConfigError, match=r"overlap=first_forward .* found apply=\w+, restore="
+        ):
+            parse_strategy(text)
 
     @pytest.mark.parametrize(
         ("text", "strategy"),

@@ -152,8 +152,14 @@ class TestState:
             (State(user=0.1234567891), "user@0.1234567891"),
         ],
     )
-    def test_reads_as_text(self, state: State, text: str):
+    def test_reads_as_text_and_back(self, state: State, text: str):
         assert str(state) == text
+        assert State.parse(text) == state
+
+    @pytest.mark.parametrize("text", ["", "user", "user@", "user@1 +", "user@x", "user@nan"])
+    def test_refuses_what_is_no_states_text(self, text: str):
+        with pytest.raises(ConfigError, match=r"user|expected base"):
+            State.parse(text)
 
     def test_cannot_be_changed(self):
         state = State(user=1)

@@ -1,5 +1,6 @@
 """A plan, measured action by action."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from time import perf_counter
@@ -33,9 +34,12 @@ def walk_case(
     name: str,
     renders: int = 1,
     *,
+    actions: Sequence[Action] | None = None,
     streamed: bool = False,
 ) -> Case:
     """Execute a plan and record every load and rebind of it, one record each.
+
+    No forward runs, so that a rebind to be overlapped with one is carried out alone.
 
     Parameters
     ----------
@@ -43,6 +47,8 @@ def walk_case(
         Bound to the subject's roles.
     name
         What to call the strategy.
+    actions
+        The plan, where it isn't the strategy's own.
     streamed
         Pass the weights from the disk in each action, rather than hold them in memory.
     """
@@ -56,11 +62,15 @@ def walk_case(
         **asdict(strategy),
         "renders": renders,
     }
-    return Case(what, _walk, (subject, bound, strategy, renders, streamed))
+    if actions is None:
+        actions = plan(bound, strategy, renders)
+    else:
+        what["plan"] = [json.dumps(action.as_dict()) for action in actions]
+    return Case(what, _walk, (subject, recipe.name, strategy, actions, streamed))
 
 
 def _walk(
-    subject: Subject, recipe: Recipe, strategy: Strategy, renders: int, streamed: bool
+    subject: Subject, recipe: str, strategy: Strategy, actions: Sequence[Action], streamed: bool
 ) -> Sequence[Result]:
     base, adapters = subject.open()
     geometry, device = subject.geometry(), torch.device(subject.device)
@@ -72,8 +82,8 @@ def _walk(
     exact = strategy.restore != "subtract"
     digests: dict[State, str] = {}
     results: list[Result] = []
-    for index, action in enumerate(plan(recipe, strategy, renders)):
-        laps = _Laps(geometry, device)
+    for index, action in enumerate(actions):
+        laps = Laps(geometry, device)
         work = []
         with Observer() as observer:  # of the action alone: checking takes memory too
             seconds = time_once(
@@ -94,7 +104,7 @@ def _walk(
         same = digests.setdefault(weights.state, found := weights.digest()) == found
         if exact and not same:
             raise CheckError(
-                f"{recipe.name}, action {index}: state '{weights.state}' has other bits than "
+                f"{recipe}, action {index}: state '{weights.state}' has other bits than "
                 f"the last time ({found}, not {digests[weights.state]})"
             )
         if not same and weights.state == BASE and isinstance(weights, ResidentWeights):
@@ -132,7 +142,7 @@ def _action_fields(action: Action) -> dict[str, JSON]:
     }
 
 
-class _Laps:
+class Laps:
     """Seconds between a sweep's weights, apart for the globals and for the mean block."""
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
@@ -143,12 +153,13 @@ class _Laps:
         self.globals_seconds = 0.0
         self.block_seconds = 0.0
 
-    def start(self) -> "_Laps":
+    def start(self) -> "Laps":
         """Start the clock."""
         self._last = perf_counter()
         return self
 
     def __call__(self, name: str) -> None:
+        """End a weight's lap, and start the next one's."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         now = perf_counter()
