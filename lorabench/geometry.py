@@ -26,7 +26,7 @@ DTYPE_BYTES = {
 
 _TEMPLATE_KEYS = (
     "name", "description", "prefix", "dtype", "blocks", "connectors",
-    "adapter", "sizes", "tensors", "parts",
+    "adapter", "sizes", "tensors", "parts", "streams",
 )  # fmt: skip
 
 
@@ -117,6 +117,9 @@ class Geometry:
         What an adapter's names begin with, in the place of ``prefix``.
     rank
         The adapter's rank before it is capped; None if no adapter is assumed.
+    streams
+        The template's rules for which tokens a module works on, a pattern and a stream each: see
+        :mod:`lorabench.streams`.
     """
 
     name: str
@@ -126,6 +129,7 @@ class Geometry:
     connector_prefixes: tuple[str, ...] = ()
     adapter_prefix: str = ""
     rank: int | None = None
+    streams: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if self.rank is not None and self.rank < 1:
@@ -328,6 +332,9 @@ def _expand(template: Mapping[str, Any], shrink: int, rank: int | None) -> Geome
             raise ValueError(f"tensor '{t.name}' has an unknown dtype '{t.dtype}'{near}")
         if names[t.name] > 1:
             raise ValueError(f"tensor '{t.name}' is described more than once")
+    streams = template.get("streams", {})
+    if not isinstance(streams, dict) or not all(isinstance(s, str) for s in streams.values()):
+        raise ValueError(f"streams = {streams!r} must be a table of texts")
     default_rank = _whole("adapter.rank", template["adapter"]["rank"])
     return Geometry(
         name=template["name"],
@@ -337,6 +344,7 @@ def _expand(template: Mapping[str, Any], shrink: int, rank: int | None) -> Geome
         connector_prefixes=tuple(f"{prefix}{c}." for c in connectors),
         adapter_prefix=str(template["adapter"]["prefix"]),
         rank=max(1, default_rank // shrink) if rank is None else rank,
+        streams=tuple(streams.items()),
     )
 
 

@@ -77,9 +77,8 @@ class ResidentWeights:
         self.adapters = MappingProxyType(dict(adapters))
         check_base(base, self.adapters)
         self._lock = RLock()
+        self.kernel, self.restore, self.rule = kernel, restore, rule
         self._scratch = Scratch(self.device)
-        self._rule = rule
-        self._restore_name = restore
         self._restore = make_restore(restore, base, kernel, self._scratch, rule)
         check_kernel(kernel, self.adapters)
         self._imaged = restore == "images"
@@ -131,11 +130,11 @@ class ResidentWeights:
 
     def predicted_bytes(self, states: Sequence[State]) -> int:
         """Predict the memory that going through states takes: see `lorabench.cost`."""
-        rounded = factor_dtype(self._rule, torch.bfloat16) is not None  # so 2 bytes each
+        rounded = factor_dtype(self.rule, torch.bfloat16) is not None  # so 2 bytes each
         return resident_bytes(
             self.touches,
             sum(spec.nbytes for spec in self.base.tensors),
-            self._restore_name,
+            self.restore,
             states,
             factor_bytes=None if rounded else sum(a.factor_bytes for a in self.adapters.values()),
             f32_products=not rounded or product_dtype(self.device) == torch.float32,
@@ -200,7 +199,7 @@ class ResidentWeights:
         for role, adapter in self.adapters.items():
             if role not in self._factors:
                 self._factors[role] = read_factors(
-                    adapter, self.device, self._rule, self._scratch, after_weight
+                    adapter, self.device, self.rule, self._scratch, after_weight
                 )
                 work += Work(file_bytes=adapter.factor_bytes)
         touched = {*self._touched(self.adapters)}
@@ -217,7 +216,13 @@ class ResidentWeights:
         self._finish(sweep)
         return work
 
-    def rebind(self, state: State, after_weight: Callable[[str], None] = _ignore) -> Work:
+    def rebind(
+        self,
+        state: State,
+        after_weight: Callable[[str], None] = _ignore,
+        *,
+        order: Iterable[str] = (),
+    ) -> Work:
         """Bring the weights to another state in one sweep over the weights that either touches.
 
         Parameters
@@ -225,6 +230,9 @@ class ResidentWeights:
         after_weight
             Called with each weight's name when it is done; if it raises, the rebind is undone.
             Under restore ``images`` that is each weight of an image that is made.
+        order
+            Names of the weights to begin with, as they come; the others follow in the file's order.
+            Names that neither state touches are passed over.
 
         Raises
         ------
@@ -239,14 +247,18 @@ class ResidentWeights:
         WeightsLostError
             The weights were lost before, or the rebind failed and couldn't be undone.
         """
-        return self._alone(lambda: self._rebind(bound_state(state, self.adapters), after_weight))
+        return self._alone(
+            lambda: self._rebind(bound_state(state, self.adapters), after_weight, order)
+        )
 
-    def _rebind(self, state: State, after_weight: Callable[[str], None]) -> Work:
+    def _rebind(
+        self, state: State, after_weight: Callable[[str], None], order: Iterable[str]
+    ) -> Work:
         before = self.state
         if state == before:
             return Work()
         if self._imaged:
-            return self._show(state, after_weight)
+            return self._show(state, after_weight, order)
         self._restore.check()
         sweep = self._sweep(state)
         touched = {*self._touched(before)}
@@ -254,7 +266,7 @@ class ResidentWeights:
         work = Work()
         try:
             self._state, self._lost = None, "a rebind is under way, or was broken off"
-            for name in self._touched([*before, *state]):
+            for name in self._touched([*before, *state], order):
                 begun.append(name)
                 if name in touched:
                     work += sweep.unfuse(name, before)
@@ -270,7 +282,7 @@ class ResidentWeights:
         """Bring back the old bits and state after a failed rebind, or leave the weights lost."""
         if not self._restore.exact:
             self._lost = (
-                f"a rebind failed, and restore '{self._restore_name}' can't undo it "
+                f"a rebind failed, and restore '{self.restore}' can't undo it "
                 f"({type(cause).__name__}: {cause})"
             )
             return
@@ -284,14 +296,16 @@ class ResidentWeights:
             raise WeightsLostError(f"{self._lost}; call load()") from cause
         self._state = before
 
-    def _show(self, state: State, after_weight: Callable[[str], None]) -> Work:
+    def _show(
+        self, state: State, after_weight: Callable[[str], None], order: Iterable[str]
+    ) -> Work:
         """Switch to a state's image, made now if there is none; nothing that is in use changes."""
         work = Work()
         if state not in self._images:
-            image_bytes = kept_bytes(self.touches, self._restore_name, [state])
+            image_bytes = kept_bytes(self.touches, self.restore, [state])
             check_room(f"{self.base.path}: the image of '{state}'", self.device, image_bytes)
             sweep = self._sweep(state)
-            for name in self._touched(state):
+            for name in self._touched(state, order):
                 work += sweep.fuse(name)
                 after_weight(name)
             self._finish(sweep)
@@ -327,10 +341,10 @@ class ResidentWeights:
         image = {} if self._imaged else None
         return Sweep(state, self._tensors, self._factors, self._restore, self._scratch, image)
 
-    def _touched(self, roles: Iterable[str]) -> list[str]:
-        """Name the weights that adapters touch, in the file's order."""
+    def _touched(self, roles: Iterable[str], order: Iterable[str] = ()) -> list[str]:
+        """Name the weights that adapters touch, by an order and then in the file's."""
         names = {pair.weight.name for role in roles for pair in self.adapters[role].pairs}
-        return [name for name in self.base.entries if name in names]
+        return [name for name in dict.fromkeys((*order, *self.base.entries)) if name in names]
 
     def _alone(self, change: Callable[[], R]) -> R:
         """Run a load or rebind alone: other threads wait, and a hook's own is refused."""
@@ -349,9 +363,9 @@ class ResidentWeights:
         held = (*self._tensors.values(), *pairs, self._scratch)
         held_bytes = sum(one.nbytes for one in held) + self.kept_bytes
         needs = {self.device: self.predicted_bytes([state]) - held_bytes}
-        if self._restore_name == "host_snapshot" and self.device.type != "cpu":
-            kept = kept_bytes(self.touches, self._restore_name, [state]) - self.kept_bytes
+        if self.restore == "host_snapshot" and self.device.type != "cpu":
+            kept = kept_bytes(self.touches, self.restore, [state]) - self.kept_bytes
             needs = {self.device: needs[self.device] - kept, torch.device("cpu"): kept}
         for device, nbytes in needs.items():
-            what = f"{self.base.path}: state '{state}' with restore '{self._restore_name}'"
+            what = f"{self.base.path}: state '{state}' with restore '{self.restore}'"
             check_room(what, device, nbytes)

@@ -1,6 +1,7 @@
 """Cases of measurement, each run alone, checked and recorded."""
 
 from lorabench.bench.cases import Case, Result, Subject, sweep
+from lorabench.bench.denoise import DENOISE_TOKENS, denoise_case
 from lorabench.bench.drift import DRIFT_CYCLES, TRAINING_STEPS, drift_case, drift_frame
 from lorabench.bench.fuse import fuse_case
 from lorabench.bench.judged import accounts_frame, restores_frame
@@ -21,6 +22,7 @@ from lorabench.bench.walk import walk_case
 
 __all__ = [
     "CONTENDERS",
+    "DENOISE_TOKENS",
     "DRIFT_CYCLES",
     "KERNEL_SECONDS",
     "LOOP_SECONDS",
@@ -36,6 +38,7 @@ __all__ = [
     "Result",
     "Subject",
     "accounts_frame",
+    "denoise_case",
     "drift_case",
     "drift_frame",
     "fuse_case",
