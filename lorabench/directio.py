@@ -12,6 +12,7 @@ import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,14 @@ BLOCK = 4096
 """Bytes that offsets, lengths and addresses are multiples of; no disk in use asks for more."""
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+def forget(files: Iterable[Path]) -> None:
+    """Take files out of the page cache; what isn't on the disk yet is written first."""
+    for file in files:
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def round_up(nbytes: int) -> int:

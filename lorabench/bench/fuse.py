@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from lorabench.bench.cases import Case, Result, Subject
 from lorabench.check import check_rows, rows_to_check
 from lorabench.checkpoint import Checkpoint, check_room
 from lorabench.cost import Work
-from lorabench.directio import Writer, in_blocks
+from lorabench.directio import Writer, forget, in_blocks
 from lorabench.errors import CheckError, ConfigError, UnavailableError
 from lorabench.fusedfile import fuse_file
 from lorabench.measure import Observation, Observer, Samples
@@ -146,14 +146,6 @@ def _cp(source: Path, out: Path) -> None:
     subprocess.run(["cp", source, out], check=True)
     with out.open("rb") as file:
         os.fsync(file.fileno())
-
-
-def forget(files: Iterable[Path]) -> None:
-    """Take files out of the page cache; what isn't on the disk yet is written first."""
-    for file in files:
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _rows_of(file: Checkpoint, wanted: Mapping[str, range]) -> dict[str, Tensor]:

@@ -8,9 +8,9 @@ import torch
 
 from lorabench.account import Account
 from lorabench.bench.cases import Case, Result, Subject
-from lorabench.bench.fuse import forget
 from lorabench.check import check_against_reference
 from lorabench.cost import Work
+from lorabench.directio import forget
 from lorabench.errors import CheckError
 from lorabench.measure import Observer, Samples, time_once
 from lorabench.recipe import BASE, State
