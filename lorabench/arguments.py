@@ -1,6 +1,7 @@
 """What people type on a command line, turned into what the engine takes."""
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from lorabench.checkpoint import Checkpoint
 from lorabench.errors import ConfigError, FileError, did_you_mean
 from lorabench.geometry import Geometry, from_tensors, geometry_names, load_geometry
 from lorabench.keys import is_adapters
+from lorabench.plan import STRATEGY_VALUES
 from lorabench.synthetic import SIZES
 
 
@@ -121,6 +123,59 @@ def parse_blocks(text: str) -> int | None:
     if not text.isdecimal():
         raise ConfigError(f"--blocks {text}: expected a number of blocks, or all")
     return int(text)
+
+
+def parse_bytes(text: str, option: str) -> int:
+    """Read an amount of memory: ``64GiB``, ``80GB``, ``1.5 TiB``, or a whole number of bytes.
+
+    Raises
+    ------
+    ConfigError
+        Something else, or none at all.
+    """
+    found = _BYTES.fullmatch(text)
+    number, letter, two, byte = found.groups() if found else ("", "", "", "")
+    power = "kmgt".find(letter.lower()) + 1 if letter else 0
+    nbytes = float(number or 0) * (1024 if two else 1000) ** power
+    if nbytes < 1 or (power and not byte) or (two and not letter):
+        raise ConfigError(
+            f"{option} {text}: expected a size above 0, as 64GiB (2**30 bytes each), 80GB (1e9 "
+            f"bytes each) or a number of bytes"
+        )
+    return int(nbytes)
+
+
+_BYTES = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]?)(i?)(b?)\s*", re.I)
+
+
+def parse_only(texts: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Read what fields of a strategy may be: ``restore=reread/residual``, by the field.
+
+    Raises
+    ------
+    ConfigError
+        A text has another form, a strategy has no such field or value, or a field is given twice.
+    """
+    only: dict[str, tuple[str, ...]] = {}
+    for text in texts:
+        field, equals, values = (part.strip() for part in text.partition("="))
+        if not equals:
+            raise ConfigError(f"--only {text}: expected field=value or field=value/value")
+        if field not in STRATEGY_VALUES:
+            raise ConfigError(
+                f"--only {text}: no field '{field}'{did_you_mean(field, STRATEGY_VALUES)}; fields: "
+                f"{', '.join(STRATEGY_VALUES)}"
+            )
+        if field in only:
+            raise ConfigError(f"--only {text}: field '{field}' is given twice; give it once")
+        only[field] = tuple(dict.fromkeys(value.strip() for value in values.split("/")))
+        for value in only[field]:
+            if value not in (known := STRATEGY_VALUES[field]):
+                raise ConfigError(
+                    f"--only {text}: {field} can't be '{value}'{did_you_mean(value, known)}; it "
+                    f"is {', '.join(known)}"
+                )
+    return only
 
 
 def check_size(size: str) -> None:

@@ -19,8 +19,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from lorabench.cli_advise import advise
 from lorabench.cli_bench import bench
+from lorabench.cli_calibrate import calibrate
 from lorabench.cli_claims import claims
+from lorabench.cli_decide import decide
 from lorabench.cli_options import AllowSkip, AllowUnmatched
 from lorabench.cli_report import report
 from lorabench.cli_say import say
@@ -334,6 +337,9 @@ def strategies(as_json: Json = False) -> None:
         typer.echo(strategies_text(presets))
 
 
+bench.command()(decide)
+app.command()(calibrate)
+app.command()(advise)
 app.command()(fuse)
 app.command()(walk)
 app.command()(claims)
