@@ -1,6 +1,10 @@
 """Small real files that the tests share: a shrunk LTX-2.5 with adapters, written once."""
 
 import json
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,11 +29,23 @@ ADAPTERS = ("user", "distilled", "detailing")
 
 CPU_KERNELS = [name for name in KERNELS if name != "triton"]
 
+LONGEST_FILES = ("test_notebooks.py", "test_triton.py")
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with the files that take longest: one begun last leaves the other workers idle."""
+    items.sort(key=lambda item: item.path.name not in LONGEST_FILES)
+
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_thread():
-    """Keep torch from starting threads for products that are too small for them."""
+def _few_busy_threads():
+    """Keep torch from starting threads for products that are too small for them.
+
+    Processes that tests start have as many as ever, but those that wait for work sleep: OpenMP has
+    them spin, and where test processes share the cores that is most of what small products take.
+    """
     torch.set_num_threads(1)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @pytest.fixture(scope="session")
@@ -65,6 +81,32 @@ def shard(checkpoint: Checkpoint, folder: Path, shards: int) -> Path:
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return index
+
+
+@contextmanager
+def cases_run_here() -> Iterator[None]:
+    """Have sweeps call their cases in this process; what goes in and out is pickled all the same.
+
+    For tests of what becomes of results: a process that imports torch takes two seconds to start.
+    """
+    threads = torch.get_num_threads()
+
+    def call(function, *arguments):
+        function, arguments = pickle.loads(pickle.dumps((function, arguments)))
+        return pickle.loads(pickle.dumps(function(*arguments)))
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("lorabench.bench.cases.alone", call)
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def _cases_run_here():
+    with cases_run_here():
+        yield
 
 
 def check_executions(base, terms, *, tile, panel, prepared_bytes) -> None:

@@ -1,10 +1,12 @@
 """Cases are checked before they are recorded, recorded as they end, and not repeated."""
 
 import dataclasses
+import os
 from itertools import pairwise
 
 import pytest
 import torch
+from conftest import cases_run_here
 
 from lorabench import bench, records
 from lorabench.bench import loop
@@ -24,8 +26,10 @@ def subject(files):
 
 
 def two_results(seconds):
+    process = {"process": os.getpid()}
     return [
-        bench.Result(Samples((seconds,)), check="checked", what={"part": part}) for part in "ab"
+        bench.Result(Samples((seconds,)), check="checked", what={"part": part}, details=process)
+        for part in "ab"
     ]
 
 
@@ -37,16 +41,19 @@ def case(function=two_results, **what):
     return bench.Case({"bench": "made up", **what}, function, (1.5,))
 
 
-def test_a_cases_results_are_recorded_with_where_they_come_from(tmp_path):
+def test_a_case_runs_alone_and_its_results_are_recorded_with_where_they_come_from(tmp_path):
     found = bench.sweep([case(blocks=2)], tmp_path / "r.jsonl")
     assert records.read(tmp_path / "r.jsonl") == found
     assert [r.case for r in found] == [
         {"bench": "made up", "blocks": 2, "part": part} for part in "ab"
     ]
     assert {r.provenance for r in found} == {"measured"}
+    [process] = {r.details["process"] for r in found}
+    assert process != os.getpid()
     assert all(r.environment["machine"] and r.commit for r in found)
 
 
+@pytest.mark.usefixtures("_cases_run_here")
 def test_an_ended_case_is_not_run_again_and_another_is(tmp_path):
     first = bench.sweep([case(blocks=2)], tmp_path / "r.jsonl")
     again = bench.sweep([case(blocks=2), case(blocks=3)], tmp_path / "r.jsonl")
@@ -54,6 +61,7 @@ def test_an_ended_case_is_not_run_again_and_another_is(tmp_path):
     assert len(records.read(tmp_path / "r.jsonl")) == 4
 
 
+@pytest.mark.usefixtures("_cases_run_here")
 def test_a_case_whose_records_are_not_all_there_is_run_again(tmp_path):
     path = tmp_path / "r.jsonl"
     bench.sweep([case()], path)
@@ -64,6 +72,7 @@ def test_a_case_whose_records_are_not_all_there_is_run_again(tmp_path):
     assert len(records.read(path)) == 3
 
 
+@pytest.mark.usefixtures("_cases_run_here")
 def test_records_of_another_machine_do_not_count_as_ended(tmp_path):
     path = tmp_path / "r.jsonl"
     for record in bench.sweep([case()], tmp_path / "mine.jsonl"):
@@ -71,6 +80,7 @@ def test_records_of_another_machine_do_not_count_as_ended(tmp_path):
     assert {r.environment["machine"] for r in bench.sweep([case()], path)} != {"another"}
 
 
+@pytest.mark.usefixtures("_cases_run_here")
 def test_what_fails_its_check_is_not_recorded_and_what_ended_before_is_kept(tmp_path):
     with pytest.raises(CheckError, match="a value is off"):
         bench.sweep([case(blocks=1), case(wrong_bits, blocks=2)], tmp_path / "r.jsonl")
@@ -147,6 +157,7 @@ def disturbed(cores):
     ]
 
 
+@pytest.mark.usefixtures("_cases_run_here")
 @pytest.mark.parametrize(("cores", "told"), [(0.1, False), (1.2, True)])
 def test_a_case_that_others_disturbed_is_told_of(cores, told, tmp_path, capsys):
     bench.sweep([bench.Case({"bench": "made up"}, disturbed, (cores,))], tmp_path / "r.jsonl")
@@ -181,6 +192,7 @@ def unsteady():
     return [bench.Result(Samples((1.0, 2.0, 3.0)), check="c", what={"contender": "gemm"})]
 
 
+@pytest.mark.usefixtures("_cases_run_here")
 def test_samples_that_spread_too_far_are_told_of(tmp_path, capsys):
     bench.sweep([bench.Case({"bench": "made up"}, unsteady, ())], tmp_path / "r.jsonl")
     assert "the samples of gemm spread over 50% of their median" in capsys.readouterr().err
@@ -245,7 +257,8 @@ def wide(tmp_path_factory):
 
 def measured(subject, folder, budget_seconds, widen):
     case = bench.loop_case(subject, "distilled", budget_seconds, widen)
-    [record] = bench.sweep([case], folder / "r.jsonl")
+    with cases_run_here():  # the loop itself runs in a process that the case starts
+        [record] = bench.sweep([case], folder / "r.jsonl")
     return record
 
 

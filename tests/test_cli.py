@@ -37,6 +37,8 @@ COMMANDS = [
     ["synth"],
     ["plan"],
     ["recipes"],
+    ["advise"],
+    ["calibrate"],
     ["fuse"],
     ["walk"],
     ["claims"],
@@ -44,6 +46,7 @@ COMMANDS = [
     ["strategies"],
     ["report"],
     ["bench"],
+    ["bench", "decide"],
     ["bench", "drift"],
     ["bench", "kernels"],
     ["bench", "load"],
@@ -663,6 +666,7 @@ def on_files(files, tmp_path):
     return ("--base", files.base, "--adapter", role, "--out", tmp_path / "new" / "records.jsonl")
 
 
+@pytest.mark.usefixtures("_cases_run_here")
 def test_bench_walk_records_each_load_and_rebind_once(run, on_files):
     options = ("bench", "walk", "hq_two_stage", "--strategy", "both_fixes", *on_files)
     first = run(*options, "--json")
@@ -696,6 +700,7 @@ def test_bench_loop_watches_the_scalar_loop(run, on_files):
     assert "note: at its first tenth's rate" not in ended.err
 
 
+@pytest.mark.usefixtures("_cases_run_here")
 def test_bench_loop_run_to_its_end_tells_how_well_its_first_tenth_foretold_it(run, on_files):
     ended = run("bench", "loop", "--whole", "--no-widen", *on_files)
     assert ended.code == 0
@@ -707,6 +712,7 @@ def test_bench_loop_run_to_its_end_tells_how_well_its_first_tenth_foretold_it(ru
     assert f"it took {told.seconds:.2f} s (predicted {told.error:+.1%})" in ended.err
 
 
+@pytest.mark.usefixtures("_cases_run_here")
 def test_bench_peers_times_contenders_at_each_number_of_threads(run, on_files):
     options = ("--contender", "gemm", "--contender", "torch_f32", "--rounds", 1, "--budget", 600)
     ended = run("bench", "peers", *options, "--threads", 1, "--threads", 2, *on_files)
@@ -716,6 +722,7 @@ def test_bench_peers_times_contenders_at_each_number_of_threads(run, on_files):
     assert {r.case["threads"] for r in records.read(on_files[-1])} == {1, 2}
 
 
+@pytest.mark.usefixtures("_cases_run_here")
 def test_bench_rules_compares_them_at_the_strengths_and_ratios_asked_for(run, tmp_path):
     out = tmp_path / "records.jsonl"
     cells = ("--strength", 0.8, "--ratio", 0.1, "--ratio", 1, "--side", 16)
@@ -725,6 +732,7 @@ def test_bench_rules_compares_them_at_the_strengths_and_ratios_asked_for(run, tm
     assert [r.case["ratio"] for r in records.read(out)] == [0.1, 1]
 
 
+@pytest.mark.usefixtures("_cases_run_here")
 def test_bench_restores_measures_each_restore_at_each_strength(run, on_files):
     names = ("--restore", "reread", "--restore", "host_snapshot")
     ended = run("bench", "restores", *names, "--repetitions", 1, *on_files)
@@ -734,6 +742,7 @@ def test_bench_restores_measures_each_restore_at_each_strength(run, on_files):
     assert max(map(len, ended.out.splitlines())) <= 100
 
 
+@pytest.mark.usefixtures("_cases_run_here")
 def test_bench_load_measures_a_fused_load_beside_its_parts(run, on_files):
     ended = run("bench", "load", "--rounds", 1, *on_files)
     assert ended.code == 0, ended.err

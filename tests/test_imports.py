@@ -46,7 +46,33 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         "recipe", "adapter", "fuse", "kernels", "restore", "checkpoint", "digest", "cost",
         "devices", "limits", "sweep", "loading",
     },
-    "run": {"plan", "resident", "streamed", "cost"},
+    "run": {"plan", "recipe", "resident", "streamed", "cost"},
+    # a forward, as it bears on binding
+    "streams": {"cost", "geometry", "plan", "recipe"},
+    "forward": {"cost", "fuse", "kernels", "recipe", "resident", "residual", "streams"},
+    "overlap": {"cost", "recipe", "resident"},
+    # deciding
+    "rates": {"resources"},
+    "counted": {"cost", "geometry", "plan", "recipe", "streams"},
+    "tallies": {"counted", "geometry", "rates", "recipe", "streams"},
+    "pricing": {"cost", "counted", "geometry", "rates", "recipe", "tallies"},
+    "bill": {"plan", "pricing", "recipe"},
+    "routes": {"bill", "plan", "pricing", "recipe"},
+    "setting": {"cost", "counted", "geometry", "plan", "pricing", "rates", "recipe", "routes"},
+    "ways": {"plan", "pricing", "recipe", "routes", "setting"},
+    "planner": {"bill", "plan", "pricing", "routes", "setting", "ways"},
+    "breakeven": {"plan_text", "planner", "recipe", "routes", "setting", "ways"},
+    "reasons": {"plan_text", "planner", "pricing"},
+    "specimens": {"checkpoint", "fuse", "geometry", "recipe"},
+    "rounds": {
+        "cost", "directio", "forward", "kernels", "loading", "measure", "readahead", "recipe",
+        "restore", "specimens", "sweep",
+    },
+    "separate": {"rates"},
+    "calibrate": {
+        "alone", "checkpoint", "cost", "devices", "machine", "measure", "progress", "rates",
+        "rounds", "separate", "specimens",
+    },
     # the same, streamed
     "directio": {"checkpoint"},
     "readahead": {"checkpoint", "directio", "header"},
@@ -77,7 +103,13 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "peers": {"fuse"},
     "machine": set(),
     "records": {"machine"},
-    "derive": {"cost", "geometry", "plan", "recipe", "records"},
+    "derive": {"claims", "cost", "geometry", "plan", "recipe", "records"},
+    "predicted": {"pricing", "recipe", "records"},
+    "forwards": {"plan", "recipe", "records", "streams"},
+    "priced": {
+        "bill", "breakeven", "cost", "counted", "geometry", "plan", "planner", "predicted", "pricing", "rates",
+        "recipe", "records",
+    },
     "check": {"adapter", "checkpoint", "fuse", "loading", "recipe", "resident"},
     "bench": ANY,
     "gpu_check": ANY,
@@ -92,10 +124,17 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     # telling
     "figures": set(),
     "engine_figures": {"figures"},
+    "figure_parts": {"figures"},
+    "decision_figures": {"figure_parts", "figures"},
+    "model_figures": {"decision_figures", "figure_parts", "figures"},
     "page": set(),
     "export": {"page"},
     "report": ANY,
-    "arguments": {"checkpoint", "geometry", "keys", "synthetic"},
+    "arguments": {"checkpoint", "geometry", "keys", "plan", "synthetic"},
+    "machine_text": {"layout", "rates"},
+    "plan_text": {"layout", "recipe"},
+    "advised": {"bill", "machine_text", "plan", "planner", "setting", "breakeven", "reasons"},
+    "advised_text": {"breakeven", "layout", "plan", "plan_text"},
     "describe": {
         "adapter", "adapter_file", "checkpoint", "cost", "geometry", "places", "plan", "recipe",
         "synthetic",
@@ -104,6 +143,9 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "inspected": {"adapter", "layout"},
     "tables": {"arithmetic", "claims", "cost", "layout", "measure", "plan", "recipe", "records"},
     "cli": ANY,
+    "cli_advise": ANY,
+    "cli_calibrate": ANY,
+    "cli_decide": ANY,
     "cli_options": set(),
     "cli_say": set(),
     "cli_subject": ANY,
@@ -117,12 +159,21 @@ MAY_IMPORT: dict[str, set[str] | None] = {
 """What a module of this package may import of it, beside ``errors``, which all may."""
 
 CLI = {
-    "__main__", "cli", "cli_bench", "cli_claims", "cli_options", "cli_report", "cli_say",
-    "cli_stream", "cli_subject",
+    "__main__", "cli", "cli_advise", "cli_bench", "cli_calibrate", "cli_claims", "cli_decide",
+    "cli_options", "cli_report", "cli_say", "cli_stream", "cli_subject",
 }  # fmt: skip
 ONLY_IMPORTED_BY = {
-    "figures": CLI | {"report", "engine_figures"},
+    "figures": CLI
+    | {
+        "report",
+        "engine_figures",
+        "figure_parts",
+        "decision_figures",
+        "model_figures",
+    },
     "engine_figures": CLI | {"report"},
+    "decision_figures": CLI | {"report", "model_figures"},
+    "model_figures": CLI | {"report"},
     "bench": CLI | {"report"},
     "report": CLI,
     "export": {"report"},
@@ -131,7 +182,7 @@ ONLY_IMPORTED_BY = {
 
 ENGINE = [
     "geometry", "checkpoint", "adapter", "fuse", "kernels", "restore", "resident", "run", "cost",
-    "digest", "plan", "recipe", "streamed", "fusedfile",
+    "digest", "plan", "recipe", "streamed", "fusedfile", "forward", "overlap", "planner",
 ]  # fmt: skip
 NOT_NEEDED = ["pydantic", "typer", "tqdm", "psutil", "pandas", "plotly", "numba"]
 
