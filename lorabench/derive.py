@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from lorabench.claims import Claim
 from lorabench.cost import Parts, Prices
 from lorabench.errors import ConfigError
 from lorabench.geometry import Geometry
@@ -170,6 +171,38 @@ def rebind_costs(
                     }
                 )
     return pd.DataFrame(rows)
+
+
+_PUBLISHED = {
+    "scalar_pass_seconds": ("as written", "Zen 5, projected in design notes"),
+    "gemm_pass_seconds": ("fixed", "Zen 5, projected in design notes"),
+    "sglang_apply_seconds": ("another engine", "sglang, on a machine of its own"),
+    "ttmetal_refuse_seconds": ("another engine", "tt-metal, on a host of its own"),
+}
+
+
+def published_rebinds(claims: Iterable[Claim]) -> "pd.DataFrame":
+    """List what others told of fusing the adapter of the second of two stages.
+
+    Columns ``recipe``, ``rebind``, ``machine`` (and whose figure it is), ``way``, ``seconds``,
+    ``provenance``.
+    """
+    import pandas as pd
+
+    by_id = {claim.id: claim for claim in claims}
+    return pd.DataFrame(
+        [
+            {
+                "recipe": "ti2vid_two_stage",
+                "rebind": "base → distilled@1",
+                "machine": whose,
+                "way": way,
+                "seconds": by_id[name].value,
+                "provenance": "published",
+            }
+            for name, (way, whose) in _PUBLISHED.items()
+        ]
+    )
 
 
 class Extrapolation(NamedTuple):

@@ -315,6 +315,8 @@ def groups(frame: pd.DataFrame, *by: str) -> Iterator[tuple[tuple[str, ...], pd.
 def _unit(seconds: float) -> tuple[float, str]:
     """Return the unit that a person would tell these seconds in: its size and its name."""
     units = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"), (1e-3, "milliseconds"))
+    if seconds >= 10 * 86400:  # until then hours are what is compared
+        return 86400.0, "days"
     return next((unit for unit in units if seconds >= unit[0]), units[-1])
 
 

@@ -2,12 +2,14 @@
 
 import pytest
 
+from lorabench.claims import load_claims
 from lorabench.cost import Parts, Prices
 from lorabench.derive import (
     at_rate,
     first_tenth,
     hours,
     prices,
+    published_rebinds,
     rebind_costs,
     timeline,
     walked,
@@ -159,3 +161,11 @@ def test_hours_lie_between_bounds_that_hold_the_prediction_corrected_either_way(
     corrected = expected / (1 + error)
     assert low <= corrected * (1 + 1e-9)
     assert corrected <= high * (1 + 1e-9)
+
+
+def test_what_others_published_stands_beside_the_same_rebind():
+    frame = published_rebinds(load_claims()).set_index("machine").seconds
+    assert frame["sglang, on a machine of its own"] == 18.5
+    assert set(published_rebinds(load_claims()).provenance) == {"published"}
+    rebinds = rebind_costs([TWO_STAGE], {"w": (STRATEGIES["both_fixes"], PRICED)}, 48)
+    assert {*published_rebinds(load_claims()).rebind} <= {*rebinds.rebind}

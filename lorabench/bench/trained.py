@@ -43,14 +43,11 @@ def trained_layers(steps: int) -> list[tuple[Tensor, Pair]]:
     from peft import PeftModel
     from peft.tuners.lora import Linear
     from transformers import AutoModel
-    from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
-    base = _base_folder()
     with TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by an old name
-        _train(base, steps).save_pretrained(folder)
-        model = PeftModel.from_pretrained(AutoModel.from_pretrained(base), folder)
+        warnings.simplefilter("ignore", FutureWarning)
+        base, adapter = trained_files(Path(folder), steps)
+        model = PeftModel.from_pretrained(AutoModel.from_pretrained(base.parent), adapter.parent)
     found = []
     for module in model.modules():
         if isinstance(module, Linear):
@@ -60,6 +57,27 @@ def trained_layers(steps: int) -> list[tuple[Tensor, Pair]]:
             )
             found.append((weight, Pair(a, b, module.scaling["default"])))
     return found
+
+
+def trained_files(folder: Path, steps: int) -> tuple[Path, Path]:
+    """Return the base's file, where its package has it, and the adapter's, trained into a folder.
+
+    An adapter that is in the folder already isn't trained again.
+
+    Raises
+    ------
+    UnavailableError
+        The base's package, or PEFT, isn't installed.
+    """
+    base = _base_folder()
+    adapter = folder / "adapter_model.safetensors"
+    if not adapter.exists():
+        if find_spec("peft") is None:
+            raise UnavailableError("training an adapter takes PEFT; run 'pip install peft'")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by an old name
+            _train(base, steps).save_pretrained(str(folder))
+    return base / "model.safetensors", adapter
 
 
 def _base_folder() -> Path:
@@ -75,7 +93,9 @@ def _base_folder() -> Path:
 def _train(base: Path, steps: int) -> "PeftModel":
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModel, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(base)
     config = LoraConfig(r=_RANK, lora_alpha=_RANK, target_modules=["query", "value"])
