@@ -23,7 +23,7 @@ from lorabench.cli_advise import advise
 from lorabench.cli_bench import bench
 from lorabench.cli_calibrate import calibrate
 from lorabench.cli_claims import claims
-from lorabench.cli_decide import decide
+from lorabench.cli_decide import decide, denoise
 from lorabench.cli_options import AllowSkip, AllowUnmatched
 from lorabench.cli_report import report
 from lorabench.cli_say import say
@@ -338,6 +338,7 @@ def strategies(as_json: Json = False) -> None:
 
 
 bench.command()(decide)
+bench.command()(denoise)
 app.command()(calibrate)
 app.command()(advise)
 app.command()(fuse)

@@ -1,11 +1,23 @@
-"""The command ``lorabench bench decide``: what is advised, carried out beside what has a name."""
+"""The commands ``lorabench bench decide`` and ``denoise``: what a decision rests on, carried out."""
 
 from typing import Annotated
 
 import typer
 
-from lorabench.cli_options import IN_SCRATCH, RECORDS, Json, Out, Renders, Scratch
-from lorabench.cli_subject import measure
+from lorabench.cli_options import (
+    IN_SCRATCH,
+    RECORDS,
+    Adapters,
+    Base,
+    Device,
+    Json,
+    OnDevice,
+    Out,
+    Renders,
+    Scratch,
+    Size,
+)
+from lorabench.cli_subject import find_subject, measure
 
 
 def decide(
@@ -65,3 +77,39 @@ def decide(
         with_plans = {name: (chosen[name], advised[name]) for name in names}
         cases += decide_cases(subject, with_plans, renders, rounds)
     measure(cases, out, as_json)
+
+
+def denoise(
+    applies: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--apply",
+            metavar="WAY",
+            help="resident, runtime or per_layer; repeatable. By default all.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="N", min=1, help="Of every stream; repeatable. By default 64, 128 and 256."
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="How often, in turn.")] = 3,
+    size: Size = None,
+    base: Base = None,
+    adapters: Adapters = None,
+    device: OnDevice = Device.cpu,
+    scratch: Scratch = IN_SCRATCH,
+    out: Out = RECORDS,
+    as_json: Json = False,
+) -> None:
+    """Time a forward's products with the adapters fused, at runtime and fused per layer."""
+    from lorabench.arguments import parse_bindings
+    from lorabench.bench import DENOISE_TOKENS, denoise_case
+    from lorabench.plan import STRATEGY_VALUES
+
+    bindings = parse_bindings(adapters or ["distilled"])
+    subject = find_subject(size, base, bindings, device, scratch, out)
+    ways = applies or STRATEGY_VALUES["apply"]
+    case = denoise_case(subject, applies=ways, tokens=tokens or DENOISE_TOKENS, rounds=rounds)
+    measure([case], out, as_json)

@@ -47,6 +47,7 @@ COMMANDS = [
     ["report"],
     ["bench"],
     ["bench", "decide"],
+    ["bench", "denoise"],
     ["bench", "drift"],
     ["bench", "kernels"],
     ["bench", "load"],

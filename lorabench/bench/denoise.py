@@ -89,8 +89,11 @@ def _denoise(
         checked = {apply: stand.warm_up(fewest, apply) for apply in applies}
         for _ in range(rounds):
             for case in cases:
-                laps[case].append(Laps(geometry, device))
-                seconds, work[case] = stand.run(*case, _after_product(laps[case][-1].start()))
+                n, apply = case
+                stand.bind(apply)
+                lap = Laps(geometry, device).start()
+                seconds, work[case] = stand.run(n, apply, _after_product(lap))
+                laps[case].append(lap)
                 samples[case].append(seconds)
     stand.check_weights()
     seen = observer.observation
@@ -152,11 +155,14 @@ class _Stand:
         self._rows = rows_to_check(adapters)
         self._resident: dict[str, str] = {}  # digests of the resident weights' products
 
+    def bind(self, apply: str) -> None:
+        """Bring the weights to the state that a way of applying expects."""
+        self.weights.rebind(self._state if apply == "resident" else BASE)
+
     def run(
         self, n: int, apply: str, after_product: Callable[[str, Tensor], None]
     ) -> tuple[float, ForwardWork]:
         """Return the seconds of a forward, and what it did."""
-        self.weights.rebind(self._state if apply == "resident" else BASE)
         work: list[ForwardWork] = []
 
         def forward() -> None:
@@ -181,6 +187,7 @@ class _Stand:
 
         if apply == "per_layer" and not self._resident:
             self.warm_up(n, "resident")
+        self.bind(apply)
         seconds, _ = self.run(n, apply, keep)
         if apply == "per_layer":
             for name, found in digests.items():
