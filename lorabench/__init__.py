@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from lorabench.checkpoint import Checkpoint
     from lorabench.fusedfile import fuse_file
     from lorabench.geometry import load_geometry
+    from lorabench.planner import advise
+    from lorabench.rates import load_machine
     from lorabench.resident import ResidentWeights
+    from lorabench.setting import Pricings, Setting
     from lorabench.streamed import StreamedWeights
     from lorabench.synthetic import synthesize
 
@@ -27,13 +30,17 @@ __all__ = [
     "STRATEGIES",
     "Adapter",
     "Checkpoint",
+    "Pricings",
     "ResidentWeights",
+    "Setting",
     "State",
     "Strategy",
     "StreamedWeights",
     "__version__",
+    "advise",
     "fuse_file",
     "load_geometry",
+    "load_machine",
     "load_recipe",
     "plan",
     "synthesize",
@@ -42,10 +49,14 @@ __all__ = [
 _HOMES = {
     "Adapter": "adapter",
     "Checkpoint": "checkpoint",
+    "Pricings": "setting",
     "ResidentWeights": "resident",
+    "Setting": "setting",
     "StreamedWeights": "streamed",
+    "advise": "planner",
     "fuse_file": "fusedfile",
     "load_geometry": "geometry",
+    "load_machine": "rates",
     "synthesize": "synthetic",
 }
 

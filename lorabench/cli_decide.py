@@ -1,4 +1,4 @@
-"""The commands ``lorabench bench decide`` and ``denoise``: what a decision rests on, carried out."""
+"""The commands ``lorabench bench decide`` and ``denoise``: what a decision rests on, done."""
 
 from typing import Annotated
 
@@ -94,7 +94,7 @@ def denoise(
             metavar="N", min=1, help="Of every stream; repeatable. By default 64, 128 and 256."
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="How often, in turn.")] = 3,
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="How often, in turn.")] = 2,
     size: Size = None,
     base: Base = None,
     adapters: Adapters = None,

@@ -254,6 +254,10 @@ _CELLS = {
     ),
     "rules": ("rules of rounding, side {side}", "strength {strength:g}, ratio {ratio:g}"),
     "restores": ("{restore}, strength {strength:g}, {geometry}, {blocks} blocks", "{contender}"),
+    "denoise": (
+        "one forward, {state}, {geometry}, {blocks} blocks",
+        "{apply}, {tokens} tokens of each stream",
+    ),
     "drift": ("drift, {subject}", "{way}, {dtype}, ratio {ratio:.2g}"),
 }
 """What the records of a bench share, and what tells them apart."""

@@ -49,7 +49,7 @@ def test_the_laps_of_globals_and_blocks_make_up_the_forward(results):
         )
         assert globals_seconds > 0
         assert block > 0
-        assert globals_seconds + block <= max(result.samples.seconds)  # of one block
+        assert globals_seconds + block <= 1.05 * max(result.samples.seconds)  # of one block
 
 
 def test_what_is_counted_is_the_arithmetic_of_the_streams(results, subject, geometry):
