@@ -129,6 +129,7 @@ def test_commands_about_headers_and_plans_import_nothing_heavy(files):
         ["inspect", str(files.base)],
         ["inspect", adapter, "--base", str(files.base)],
         ["plan", "ti2vid_two_stage"],
+        ["advise", "ti2vid_two_stage", "--machine", "gb10"],
         ["recipes"],
         ["strategies"],
         ["synth", "nowhere", "--dry-run"],

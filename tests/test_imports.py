@@ -107,8 +107,8 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "predicted": {"pricing", "recipe", "records"},
     "forwards": {"plan", "recipe", "records", "streams"},
     "priced": {
-        "bill", "breakeven", "cost", "counted", "geometry", "plan", "planner", "predicted", "pricing", "rates",
-        "recipe", "records",
+        "bill", "breakeven", "cost", "counted", "geometry", "plan", "planner", "predicted",
+        "pricing", "rates", "recipe", "records",
     },
     "check": {"adapter", "checkpoint", "fuse", "loading", "recipe", "resident"},
     "bench": ANY,
