@@ -21,9 +21,12 @@ CHECKED_ROWS = 256  # of each: the check must not be the peak of memory that is 
 def rows_to_check(adapters: Mapping[str, Adapter]) -> dict[str, range]:
     """Choose a few of the weights that adapters touch, from the smallest to the largest.
 
-    Of each there are the first rows from the first that is touched.
+    Of each there are the first rows from the first that is touched; there are none where no adapter
+    is bound.
     """
     weights = {p.weight.name: p.weight for a in adapters.values() for p in a.pairs}
+    if not weights:
+        return {}
     by_size = sorted(weights, key=lambda name: (weights[name].params, name))
     last = CHECKED_WEIGHTS - 1
     chosen = [by_size[round(i * (len(by_size) - 1) / last)] for i in range(last + 1)]

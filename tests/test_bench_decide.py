@@ -138,3 +138,14 @@ def test_a_plan_that_is_a_strategys_own_is_the_same_case(subject):
         **bench.walk_case(subject, recipe, strategy, "snapshot", 2).what,
         "plan": None,
     }
+
+
+def test_recipes_without_an_adapter_are_carried_out_too(files, pricings, tmp_path):
+    subject = bench.Subject(files.base, {})
+    found = bench.sweep(
+        decide_cases(subject, {"one_stage": advised("one_stage", pricings)}), tmp_path / "r.jsonl"
+    )
+    assert {r.case["action"] for r in found} == {"load"}
+    assert all("nothing fused to compare" in r.check for r in found)
+    frame = decision_frame(found)
+    assert len(frame) == 12
