@@ -15,8 +15,15 @@ import pytest
 
 from lorabench import records
 from lorabench.bench import accounts_frame, restores_frame, rules_frame
+from lorabench.bench.decide import decision_frame
+from lorabench.cost import touches_of
 from lorabench.derive import first_tenth, hours
+from lorabench.forwards import added_seconds, forward_lines, forward_points
 from lorabench.geometry import load_geometry
+from lorabench.priced import predicted_frame
+from lorabench.rates import load_machine
+from lorabench.recipe import load_recipe
+from lorabench.streams import products_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -49,16 +56,18 @@ def test_a_wheel_finds_its_templates_recipes_and_assets(installed):
     found = python(
         installed,
         "import json, lorabench.geometry as g, lorabench.recipe as r, lorabench.page as p;"
-        "import lorabench.claims as c;"
+        "import lorabench.claims as c, lorabench.rates as m;"
         "from pathlib import Path; print(json.dumps([g.__file__, g.geometry_names(),"
         "len(r.recipe_names()), g.load_geometry('ltx-2.5-22b').counts().targets,"
-        "sorted(f.name for f in Path(p.TEMPLATES).rglob('*.gz')), len(c.load_claims())]))",
+        "sorted(f.name for f in Path(p.TEMPLATES).rglob('*.gz')), len(c.load_claims()),"
+        "m.machine_names()]))",
     )
     assert Path(found[0]).is_relative_to(installed)
     assert found[1] == ["ltx-2.5-22b"]
     assert found[2:4] == [12, 1660]
     assert len(found[4]) == 1
     assert found[5] > 80
+    assert found[6] == ["gb10", "h200", "zen5"]
 
 
 def test_the_wheel_holds_no_tests_notebooks_or_records(installed):
@@ -271,4 +280,48 @@ def test_the_readmes_figures_of_the_engine_are_those_of_the_committed_records():
         f"pays at the fuse: {residual.fuse_s:.1f} s against {residual.plain_fuse_s:.1f} s",
         f"keeps {residual.kept_bytes / 1e6:.0f} MB where a snapshot keeps "
         f"{snapshot.kept_bytes / 1e9:.1f} GB",
+    )
+
+
+def decision():
+    """What each recipe's renders waited for under every strategy that was carried out."""
+    cut = load_geometry("ltx-2.5-22b").cut(2)
+    products = products_of(cut, touches_of(cut, ["distilled", "user"]))
+    found = records.read(RECORDS / "amd-epyc-2c-avx2" / "decision.jsonl")
+    lines = forward_lines(forward_points(found, products))
+
+    def added(recipe, apply):
+        return 2 * added_seconds(load_recipe(recipe).bind(), apply, lines, products)
+
+    return decision_frame(found, added)
+
+
+def test_the_advised_plan_was_within_15_percent_of_the_best_in_every_recipe():
+    frame = decision()
+    advised = frame[frame.strategy == "advised"].set_index("recipe")
+    assert len(advised) == 12
+    assert set(frame.groupby("recipe").size()) == {12}  # every strategy of the kernel, and advised
+    assert advised.over_best.max() <= 1.15
+
+
+def test_the_readmes_figures_of_the_decision_are_those_of_the_committed_records():
+    frame = decision()
+    exact = frame[frame.strategy != "subtract"].set_index(["recipe", "strategy"]).binding_s
+    over = frame[frame.strategy == "advised"].set_index("recipe").over_best
+    rows = []
+    for recipe in ("ti2vid_two_stage", "hq_two_stage", "ic_lora", "dfr", "one_stage"):
+        mine, advised = exact[recipe].drop("advised"), exact[recipe, "advised"]
+        rows.append(
+            f"| `{recipe}` | {advised:.1f} | {mine.min():.1f}, `{mine.idxmin()}` | "
+            f"{mine['fast_kernel']:.1f} | {over[recipe]:.2f} |"
+        )
+    machine = load_machine(RECORDS / "amd-epyc-2c-avx2" / "machine.toml")
+    found = records.read(RECORDS / "amd-epyc-2c-avx2" / "decision.jsonl")
+    model = predicted_frame(found, machine, [load_geometry("ltx-2.5-22b").cut(2)])
+    off = model.error.abs()
+    worst = model.loc[off.idxmax()]
+    assert_told(
+        *rows,
+        f"off by {off.median():.1%} in the median of {len(model)} loads, rebinds and forwards",
+        f"{worst.predicted_s:.1f} s predicted, {worst.measured_s:.1f} s measured",
     )
