@@ -12,6 +12,7 @@ from lorabench.errors import ConfigError, FileError, did_you_mean
 from lorabench.geometry import Geometry, from_tensors, geometry_names, load_geometry
 from lorabench.keys import is_adapters
 from lorabench.plan import STRATEGY_VALUES
+from lorabench.rates import Machine, load_machine
 from lorabench.synthetic import SIZES
 
 
@@ -258,3 +259,16 @@ def make_folder(folder: Path) -> None:
         raise FileError(
             f"{folder}: can't make this folder: {error.strerror}; give another"
         ) from error
+
+
+def find_machine(name: str, folder: Path, device: str = "cpu") -> Machine:
+    """Load a machine by its shipped name or its file's path; ``here`` is this one, calibrated.
+
+    Its calibration is kept in ``folder``, and made if there is none: see
+    :func:`lorabench.calibrate.here`.
+    """
+    if name != "here":
+        return load_machine(name)
+    from lorabench.calibrate import here  # imports torch
+
+    return here(folder, device)

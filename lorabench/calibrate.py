@@ -83,11 +83,6 @@ def here(folder: str | Path, device: str = "cpu") -> Machine:
     return machine
 
 
-def find_machine(name: str, folder: str | Path, device: str = "cpu") -> Machine:
-    """Load a machine by its name or path; ``here`` is this one, as :func:`here` finds it."""
-    return here(folder, device) if name == "here" else load_machine(name)
-
-
 def calibration_file(folder: str | Path, device: str) -> Path:
     """Return where in a folder this machine's calibration is, unless it was told otherwise."""
     return Path(folder) / "machines" / f"{_name(device)}.toml"

@@ -114,9 +114,14 @@ def advise(
     """
     from lorabench.advised import describe_advice
     from lorabench.advised_text import advice_text
-    from lorabench.arguments import find_geometry, parse_bindings, parse_bytes, parse_only
+    from lorabench.arguments import (
+        find_geometry,
+        find_machine,
+        parse_bindings,
+        parse_bytes,
+        parse_only,
+    )
     from lorabench.breakeven import changes
-    from lorabench.calibrate import find_machine
     from lorabench.planner import advise as find_advice
     from lorabench.recipe import load_recipe
     from lorabench.setting import Pricings, Setting

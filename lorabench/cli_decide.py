@@ -47,10 +47,9 @@ def decide(
     Required roles are bound. A strategy of a slower kernel makes a plan that another has, and would
     take hours.
     """
-    from lorabench.arguments import check_records_file, check_size
+    from lorabench.arguments import check_records_file, check_size, find_machine
     from lorabench.bench import Subject
     from lorabench.bench.decide import decide_cases
-    from lorabench.calibrate import find_machine
     from lorabench.planner import advise
     from lorabench.recipe import load_recipe, recipe_names
     from lorabench.setting import Pricings, Setting

@@ -130,7 +130,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "page": set(),
     "export": {"page"},
     "report": ANY,
-    "arguments": {"checkpoint", "geometry", "keys", "plan", "synthetic"},
+    "arguments": {"calibrate", "checkpoint", "geometry", "keys", "plan", "rates", "synthetic"},
     "machine_text": {"layout", "rates"},
     "plan_text": {"layout", "recipe"},
     "advised": {"bill", "machine_text", "plan", "planner", "setting", "breakeven", "reasons"},
