@@ -16,6 +16,8 @@ LIMITS = (
     "every second is predicted, from the machine's rates and the bytes and FLOPs of the headers",
     "forwards are the targets' products alone: no attention, no norms, no VAE, no text encoder",
     "memory is that of weights, factors, scratch and kept bits: activations come on top",
+    "a warm file is in the page cache, for which the machine has room beside the weights; a first "
+    "load after a start is cold: --cache cold",
 )
 """What the model leaves out."""
 

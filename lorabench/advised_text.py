@@ -152,7 +152,10 @@ def _memory(choice: Fields) -> str:
 
 def _why(fields: Fields) -> list[str]:
     considered, runner_up = fields["considered"], fields["runner_up"]
-    many = f"the cheapest of {considered['fit']} ways of binding that fit"
+    fit = considered["fit"]
+    many = (
+        f"the cheapest of {fit} ways of binding that fit" if fit > 1 else "the only way that fits"
+    )
     if considered["too_large"]:
         many += f"; {considered['too_large']} don't"
     if runner_up and (margin := runner_up["margin"]):

@@ -13,7 +13,6 @@ from lorabench.cli_options import (
     IN_SCRATCH,
     AllowSkip,
     AllowUnmatched,
-    OnDevice,
     RecipeName,
     Scratch,
 )
@@ -102,7 +101,10 @@ def advise(
     ] = Cache.auto,
     allow_unmatched: AllowUnmatched = False,
     allow_skip: AllowSkip = False,
-    device: OnDevice = DeviceName.cpu,
+    device: Annotated[
+        DeviceName | None,
+        typer.Option(help="Where weights live on this machine; by default the CPU."),
+    ] = None,
     scratch: Scratch = IN_SCRATCH,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON instead of text for people.")
@@ -134,7 +136,14 @@ def advise(
     allowed = parse_only(only or ())
     model = find_geometry(geometry, rank=rank)
     touched = _touched(bindings, model, allow_unmatched=allow_unmatched, allow_skip=allow_skip)
-    where = find_machine(machine, scratch, device.value)
+    if machine != "here" and device is not None:
+        raise ConfigError(
+            f"--device {device.value}: a machine's file tells where weights live; leave it out, or "
+            f"take --machine here"
+        )
+    where = find_machine(machine, scratch, (device or DeviceName.cpu).value)
+    if machine == "here":
+        say(f"note: the figures are those of this machine's calibration, {where.name}", err=True)
     if hosts is not None and where.host_bytes is None:
         raise ConfigError(
             f"--host-memory {host_memory}: on machine '{where.name}' weights live in the host's "

@@ -156,10 +156,16 @@ class Pricing:
     def denoise(self, phase: Phase, apply: str = "resident") -> Cost:
         """Price a phase's forwards: every target's product, without attention.
 
-        Unless ``apply`` is ``resident``, the part ``apply`` is what the state's adapters add.
+        Unless ``apply`` is ``resident``, the part ``apply`` is what the state's adapters add; it
+        isn't known of a phase that tells no tokens.
         """
         tokens, state = phase.tokens, phase.state
         forward = forward_of(self.counted, tokens)
+        if apply != "resident" and state and not forward:
+            raise UnavailableError(
+                f"a phase in state '{state}' tells no tokens, so that what adapters add to its "
+                f"forwards isn't known; give it video_tokens or audio_tokens"
+            )
         flops, moved = flops_of(forward), 2 * params_of(forward)
         seconds = {"forward": self._forward_seconds(phase)}
         if apply == "runtime":

@@ -35,7 +35,9 @@ def why(advice: Advice) -> list[str]:
             told.append(f"'{label(choice)}' would save {saved} more, but takes {taken}")
     told += _idle(best, advice.setting.idle_seconds)
     if best.cold:
-        told.append("the base's file comes from the disk: the page cache has no room for it")
+        told.append(
+            "the base's file comes from the disk, for the load and wherever it is read again"
+        )
     return told
 
 

@@ -185,6 +185,15 @@ class Pricings:
                     f"{', '.join(roles) or 'none'}; give those of the bound adapters alone"
                 )
             touches = {role: self.touches[role] for role in roles}
+            there = {tensor.name: tensor.shape for tensor in self.geometry.tensors}
+            for role, target in ((r, t) for r, ts in touches.items() for t in ts):
+                if (found := there.get(target.weight.name)) != target.weight.shape:
+                    raise ConfigError(
+                        f"adapter '{role}' touches '{target.weight.name}' of shape "
+                        f"{list(target.weight.shape)}, which in geometry '{self.geometry.name}' "
+                        f"{'is missing' if found is None else f'has shape {list(found)}'}; give "
+                        f"the geometry of the adapter's base"
+                    )
             self._made[roles] = Counted(self.geometry, touches, self.factor_bytes)
         return self._made[roles]
 

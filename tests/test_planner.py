@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from test_pricing import CPU, GEOMETRY, GPU, OUT, WEIGHT0, WEIGHT1
 
 from lorabench.bill import price_plan
-from lorabench.cost import Touches
+from lorabench.cost import Touches, touches_of
 from lorabench.errors import ConfigError, UnavailableError
-from lorabench.geometry import Target
+from lorabench.geometry import Target, load_geometry
 from lorabench.plan import (
     STRATEGIES,
     STRATEGY_VALUES,
@@ -29,7 +29,7 @@ from lorabench.plan import (
 )
 from lorabench.planner import Advice, advise, label
 from lorabench.pricing import Memory
-from lorabench.rates import SIZES, Machine, Pace
+from lorabench.rates import SIZES, Machine, Pace, load_machine
 from lorabench.recipe import BASE, Phase, Recipe, Role, State, load_recipe, recipe_names
 from lorabench.routes import Value, actions_of, value_of
 from lorabench.setting import Pricings, Setting
@@ -438,3 +438,12 @@ def test_adapters_that_a_recipe_does_not_bind_are_not_counted():
         advise(setting, Pricings(CPU, GEOMETRY, {}))
     with pytest.raises(ConfigError, match="factor_bytes are those of a, b, c"):
         advise(setting, Pricings(CPU, GEOMETRY, TOUCHES, factor_bytes=1))
+
+
+def test_an_adapter_of_another_base_is_refused():
+    other = load_geometry("ltx-2.5-22b", shrink=32).cut(1)
+    mine = load_geometry("ltx-2.5-22b", shrink=16).cut(1)
+    recipe = load_recipe("ti2vid_two_stage").bind()
+    pricings = Pricings(load_machine("gb10"), mine, touches_of(other, ["distilled"]))
+    with pytest.raises(ConfigError, match=r"'distilled' touches .* of shape .*has shape"):
+        advise(Setting(recipe, 1, 1 << 40), pricings)

@@ -302,3 +302,12 @@ def test_unfused_adapters_take_no_restore_and_per_layer_a_copy_of_the_largest_we
     assert pricing().memory([BOTH], "images", "per_layer") == Memory(fused + 4096, 0)
     told = Pricing(CPU, "gemm", Counted(GEOMETRY, TOUCHES, factor_bytes=7))
     assert told.memory([], "reread", "runtime") == Memory(BASE_BYTES + 7, 0)
+
+
+@pytest.mark.parametrize("apply", ["runtime", "per_layer"])
+def test_what_unfused_adapters_add_is_not_known_of_a_phase_that_tells_no_tokens(apply):
+    silent = Phase(USER, 1)
+    assert pricing().denoise(silent).seconds == 0
+    assert pricing().denoise(Phase(BASE, 1), apply).seconds == 0
+    with pytest.raises(UnavailableError, match=r"'user@1' tells no tokens.*video_tokens"):
+        pricing().denoise(silent, apply)
