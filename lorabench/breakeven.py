@@ -170,7 +170,7 @@ def _ranges(setting: Setting) -> dict[str, tuple[float, float]]:
     """Return how far each parameter is varied around a setting."""
     steps, tokens = (_first(setting.recipe, name) for name in ("steps", "video_tokens"))
     ranges: dict[str, tuple[float, float]] = {
-        "renders": (1, max(100, 10 * setting.renders)),
+        "renders": (1, max(100, setting.renders)),
         "batch": (1, setting.renders),
         "idle": (0, max(60.0, 10 * setting.idle_seconds)),
         "memory": (max(1, setting.memory_bytes // 8), setting.memory_bytes * 8),

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from lorabench.arguments import Binding
     from lorabench.geometry import Geometry, Target
 
+MOST_RENDERS = 200  # beyond, a plan repeats, and listing and varying it takes minutes
+
 
 class Cache(StrEnum):
     """Where a base's file is read from."""
@@ -35,7 +37,9 @@ class Cache(StrEnum):
 
 def advise(
     recipe: RecipeName,
-    renders: Annotated[int, typer.Option(metavar="N", min=1, help="How many renders.")] = 10,
+    renders: Annotated[
+        int, typer.Option(metavar="N", min=1, max=MOST_RENDERS, help="How many renders.")
+    ] = 10,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -79,6 +83,7 @@ def advise(
         typer.Option(
             metavar="SECONDS",
             min=0.0,
+            max=1e6,
             help="From the end of a render or batch to the next, as while a video is decoded.",
         ),
     ] = 0.0,

@@ -18,6 +18,9 @@ CLASSES: dict[str, int] = {"small": 1 << 20, "medium": 1 << 24}
 
 SIZES = (*CLASSES, "large")
 
+_LEAST, _MOST = 1e-12, 1e24
+"""What a figure may be: seconds that follow from others are no machine's, and may overflow."""
+
 PROVENANCES = ("measured", "derived", "published")
 
 
@@ -181,11 +184,11 @@ def _parse(path: Path) -> Machine:
         source: str = Field(min_length=1)
 
     class Figure(Told):
-        value: float = Field(gt=0, strict=True)
+        value: float = Field(ge=_LEAST, le=_MOST, strict=True)
 
     class PaceTable(Told):
-        flops_per_second: float = Field(gt=0, strict=True)
-        params_per_second: float = Field(math.inf, gt=0, strict=True)
+        flops_per_second: float = Field(ge=_LEAST, le=_MOST, strict=True)
+        params_per_second: float = Field(math.inf, ge=_LEAST, le=_MOST, strict=True)
 
     class Paces(BaseModel):
         model_config = strict

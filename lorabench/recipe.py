@@ -266,16 +266,17 @@ def _validate(name: str, tables: dict[str, Any]) -> tuple[Recipe | None, list[st
     from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
     strict = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    most = 10**9
 
     class PhaseTable(BaseModel):
         model_config = strict
         adapters: dict[str, float] = {}
-        steps: int = Field(ge=1)
-        evaluations: int = Field(1, ge=1)
-        guidance_passes: int = Field(1, ge=1)
-        video_tokens: int | None = Field(None, ge=1)
-        audio_tokens: int | None = Field(None, ge=1)
-        text_tokens: int = Field(1024, ge=1)
+        steps: int = Field(ge=1, le=most)
+        evaluations: int = Field(1, ge=1, le=most)
+        guidance_passes: int = Field(1, ge=1, le=most)
+        video_tokens: int | None = Field(None, ge=1, le=most)
+        audio_tokens: int | None = Field(None, ge=1, le=most)
+        text_tokens: int = Field(1024, ge=1, le=most)
         note: str = ""
 
     class RecipeTable(BaseModel):

@@ -1,6 +1,7 @@
 """Machines: the shipped ones, and what is told of a file that isn't one."""
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -160,3 +161,12 @@ def test_a_path_is_no_shipped_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"gb10\.toml: can't be read"):
         load_machine("gb10.toml")
+
+
+@pytest.mark.parametrize("value", ["1e-300", "5e-324", "1e308"])
+def test_a_figure_that_no_machine_has_is_refused(tmp_path, value):
+    path = tmp_path / "absurd.toml"
+    text = machine_toml(load_machine("gb10"))
+    path.write_text(re.sub(r"(read_cold = \{ value = )[\d.e+]+", rf"\g<1>{value}", text))
+    with pytest.raises(ConfigError, match=r"read_cold\.value: .*(greater|less) than or equal"):
+        load_machine(path)
