@@ -9,7 +9,7 @@ from torch import Tensor
 from lorabench.adapter import Adapter
 from lorabench.checkpoint import Checkpoint
 from lorabench.errors import CheckError
-from lorabench.fuse import Pair, Term, as_matrix, reference_fuse
+from lorabench.fuse import Pair, Term, as_matrix, reference_fuse, terms_of
 from lorabench.loading import read_factors
 from lorabench.recipe import State
 from lorabench.resident import ResidentWeights
@@ -60,11 +60,7 @@ def check_rows(
     pairs = {role: _pairs(adapters[role], fused) for role in state}
     for name, values in fused.items():
         rows = wanted[name]
-        terms = [
-            Term(pair, strength).within(rows)
-            for role, strength in state.items()
-            for pair in pairs[role].get(name, ())
-        ]
+        terms = [term.within(rows) for term in terms_of(name, state, pairs)]
         before = base.read(name)[rows.start : rows.stop]
         shares.append(compare(as_matrix(values.cpu()), as_matrix(before), terms, where=name))
     return f"{len(fused)} weights within the reference's bound, {max(shares):.1e} of values differ"

@@ -13,6 +13,7 @@ from lorabench.cli_options import (
     IN_SCRATCH,
     AllowSkip,
     AllowUnmatched,
+    MachineName,
     RecipeName,
     Scratch,
 )
@@ -54,14 +55,7 @@ def advise(
             help="Of the host, where that is apart from a GPU's; by default the machine's.",
         ),
     ] = None,
-    machine: Annotated[
-        str,
-        typer.Option(
-            metavar="here|NAME|PATH",
-            help="A shipped machine, a .toml that 'lorabench calibrate' wrote, or this one, which "
-            "is measured if it wasn't yet.",
-        ),
-    ] = "here",
+    machine: MachineName = "here",
     adapters: Annotated[
         list[str] | None,
         typer.Option(

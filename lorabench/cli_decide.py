@@ -11,6 +11,7 @@ from lorabench.cli_options import (
     Base,
     Device,
     Json,
+    MachineName,
     OnDevice,
     Out,
     Renders,
@@ -32,12 +33,7 @@ def decide(
     size: Annotated[
         str, typer.Option(metavar="tiny|small|laptop|full", help="Of the sample weights.")
     ] = "tiny",
-    machine: Annotated[
-        str,
-        typer.Option(
-            metavar="here|NAME|PATH", help="Whose figures to plan by, as for the command advise."
-        ),
-    ] = "here",
+    machine: MachineName = "here",
     scratch: Scratch = IN_SCRATCH,
     out: Out = RECORDS,
     as_json: Json = False,

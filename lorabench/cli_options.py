@@ -44,6 +44,15 @@ Strategies = Annotated[
     ),
 ]
 Renders = Annotated[int, typer.Option(metavar="N", min=1, help="How many renders.")]
+MachineName = Annotated[
+    str,
+    typer.Option(
+        "--machine",
+        metavar="here|NAME|PATH",
+        help="A shipped machine, a .toml that 'lorabench calibrate' wrote, or this one, which is "
+        "measured if it wasn't yet.",
+    ),
+]
 OnDevice = Annotated[Device, typer.Option("--device", help="Where the weights live.")]
 Scratch = Annotated[Path, typer.Option(metavar="FOLDER", help="Where sample weights are kept.")]
 Out = Annotated[Path, typer.Option(metavar="FILE", help="The file that records are added to.")]

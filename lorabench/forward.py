@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lorabench.cost import Work
 from lorabench.errors import ConfigError
-from lorabench.fuse import Term
+from lorabench.fuse import Term, terms_of
 from lorabench.kernels import Kernel, Scratch, get_kernel
 from lorabench.kernels.gemm import tile_rows
 from lorabench.kernels.scratch import product_dtype
@@ -218,11 +218,7 @@ class Forward:
 
     def terms(self, name: str, state: State) -> list[Term]:
         """Return what a state adds to a weight."""
-        return [
-            Term(pair, strength)
-            for role, strength in state.items()
-            for pair in self._weights.factors(role).get(name, ())
-        ]
+        return terms_of(name, state, {role: self._weights.factors(role) for role in state})
 
     def input_of(self, tokens: int, in_: int) -> Tensor:
         """Return x ``[tokens, in]``, bf16: standard normal values, made once."""

@@ -22,7 +22,7 @@ weight of its own: a rule's first adapter is the first that touches the row, and
 touches keeps its bits, whatever the rule.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -172,6 +172,17 @@ def _product(pair: Pair, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return B @ A in f32, of factors that are rounded to a dtype first."""
     b = pair.b.to(dtype).float()
     return b if pair.a is None else b @ pair.a.to(dtype).float()
+
+
+def terms_of(
+    name: str, state: Mapping[str, float], factors: Mapping[str, Mapping[str, Iterable[Pair]]]
+) -> list[Term]:
+    """Return what a state adds to a weight, by each adapter's pairs for each weight's name."""
+    return [
+        Term(pair, strength)
+        for role, strength in state.items()
+        for pair in factors[role].get(name, ())
+    ]
 
 
 def reference_fuse(weight: Tensor, terms: Sequence[Term], rule: str = "R1") -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from lorabench.checkpoint import Checkpoint
 from lorabench.cost import Work
 from lorabench.errors import AdapterError
-from lorabench.fuse import Pair, Term, as_matrix, by_rows
+from lorabench.fuse import Pair, as_matrix, by_rows, terms_of
 from lorabench.kernels import Scratch, finite_if_all, one_nan
 from lorabench.recipe import State
 from lorabench.restore import Restore
@@ -58,11 +58,11 @@ class Sweep:
         """Give a weight that another state is, or may be, fused into its base bits back."""
         weight = as_matrix(self._tensors[name])
         with self._scratch.span("restore", weight.nbytes):
-            return self._restore.restore(name, weight, self._terms(name, before))
+            return self._restore.restore(name, weight, terms_of(name, before, self._factors))
 
     def fuse(self, name: str) -> Work:
         """Fuse the state into a weight that has base bits."""
-        terms = self._terms(name, self.state)
+        terms = terms_of(name, self.state, self._factors)
         if not terms:
             return Work()
         weight, work = self._tensors[name], Work()
@@ -96,13 +96,6 @@ class Sweep:
                     f"{base.path}: weight '{name}': {count:,} values overflow in state "
                     f"'{self.state}'; lower the strength, or check the adapter"
                 )
-
-    def _terms(self, name: str, state: State) -> list[Term]:
-        return [
-            Term(pair, strength)
-            for role, strength in state.items()
-            for pair in self._factors[role].get(name, ())
-        ]
 
 
 def numbers(tensors: Iterable[Tensor]) -> list[float]:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 WEIGHT_STD = 0.02
 """Standard deviation of every base tensor."""
 
+SEED, RATIO = 0, 0.05
+"""What weights are written with, unless it is told otherwise."""
+
 
 @dataclass(frozen=True)
 class Files:
@@ -45,8 +48,8 @@ def synthesize(
     geometry: Geometry,
     adapters: Sequence[str] = ("distilled",),
     *,
-    seed: int = 0,
-    ratio: float = 0.05,
+    seed: int = SEED,
+    ratio: float = RATIO,
     overwrite: bool = False,
 ) -> Files:
     """Write ``base.safetensors`` and an adapter file for each name, holding one tensor at a time.
@@ -73,12 +76,27 @@ def synthesize(
             raise ConfigError(
                 f"adapter name '{name}' must be an identifier other than 'base', and given once"
             )
-    pairs = list(geometry.adapter_tensors()) if adapters else []
     files = Files.inside(folder, adapters)
     paths = [files.base, *files.adapters.values()]
     if not overwrite and (existing := [path for path in paths if path.exists()]):
         raise FileError(f"{existing[0]}: exists already; choose another folder or --overwrite")
     check_room(files.base, _tensor_bytes(geometry, adapters))
+    _write(files, paths, geometry, seed, ratio, overwrite=overwrite)
+    return files
+
+
+def _write(
+    files: Files,
+    paths: Sequence[Path],
+    geometry: Geometry,
+    seed: int,
+    ratio: float,
+    *,
+    overwrite: bool,
+) -> None:
+    """Write those of the files that are among ``paths``."""
+    wanted = [path for path in paths if path != files.base]
+    pairs = list(geometry.adapter_tensors()) if wanted else []  # raises before anything is written
 
     def write(path: Path, specs: Sequence[TensorSpec], std: float | None, **metadata: str) -> None:
         def make(spec: TensorSpec) -> "torch.Tensor":
@@ -99,11 +117,11 @@ def synthesize(
             ),
         )
 
-    write(files.base, geometry.tensors, WEIGHT_STD, geometry=geometry.name, seed=str(seed))
+    if files.base in paths:
+        write(files.base, geometry.tensors, WEIGHT_STD, geometry=geometry.name, seed=str(seed))
     rank = str(geometry.rank)
-    for path in files.adapters.values():
+    for path in wanted:
         write(path, pairs, None, lora_rank=rank, lora_alpha=rank, seed=str(seed))
-    return files
 
 
 @dataclass(frozen=True)
@@ -157,8 +175,11 @@ def sample_weights(
             f"size '{size}' needs {need:,} bytes of memory, {have:,} are free; choose a smaller "
             f"size"
         )
-    if not all(path.exists() for path in (files.base, *files.adapters.values())):
-        return synthesize(folder, geometry, adapters, overwrite=True)
+    # What is there stays: a base that is written again is another file to records and resumes.
+    missing = [path for path in (files.base, *files.adapters.values()) if not path.exists()]
+    if files.base in missing:
+        check_room(files.base, _tensor_bytes(geometry, adapters))
+    _write(files, missing, geometry, SEED, RATIO, overwrite=False)
     return files
 
 

@@ -4,12 +4,11 @@ import sys
 from dataclasses import asdict, fields
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
 
 import nbformat
 import pytest
 import torch
-from conftest import shard
+from conftest import Ended, shard
 from nbformat.v4 import new_code_cell, new_notebook
 from safetensors.torch import save_file
 
@@ -57,16 +56,6 @@ COMMANDS = [
     ["bench", "rules"],
     ["bench", "walk"],
 ]
-
-
-class Ended(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self):
-        return json.loads(self.out)
 
 
 @pytest.fixture

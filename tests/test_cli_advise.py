@@ -1,9 +1,7 @@
 """The command ``lorabench advise``: what it takes, what it prints, and what it refuses."""
 
-import json
-from typing import NamedTuple
-
 import pytest
+from conftest import Ended
 from safetensors.torch import save_file
 from test_advised import GIB, MACHINE
 
@@ -15,16 +13,6 @@ from lorabench.errors import ConfigError
 from lorabench.plan import STRATEGIES, STRATEGY_VALUES
 from lorabench.rates import machine_toml
 from lorabench.recipe import load_recipe
-
-
-class Ended(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self):
-        return json.loads(self.out)
 
 
 @pytest.fixture(scope="module")

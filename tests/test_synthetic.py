@@ -194,6 +194,17 @@ def test_sample_weights_are_written_once_and_found_again(tmp_path):
     assert [path.stat().st_mtime_ns for path in paths(files)] == written
 
 
+def test_another_adapters_sample_leaves_the_base_as_it_is(tmp_path):
+    both = sample_weights(tmp_path, "tiny", ["distilled", "user"])
+    kept = {path: path.stat() for path in (both.base, both.adapters["distilled"])}
+    was = both.adapters["user"].read_bytes()
+    both.adapters["user"].unlink()
+    assert sample_weights(tmp_path, "tiny", ["user"]).base == both.base
+    assert both.adapters["user"].read_bytes() == was
+    for path, stat in kept.items():
+        assert (path.stat().st_ino, path.stat().st_mtime_ns) == (stat.st_ino, stat.st_mtime_ns)
+
+
 def test_sample_weights_of_an_unknown_size_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"'tinny' \(did you mean 'tiny'\?\)"):
         sample_weights(tmp_path, "tinny")

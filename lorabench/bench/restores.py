@@ -21,7 +21,7 @@ from lorabench.check import check_against_reference, rows_to_check
 from lorabench.checkpoint import Checkpoint
 from lorabench.cost import Work
 from lorabench.errors import CheckError, ConfigError
-from lorabench.fuse import Term, as_matrix, by_rows, reference_deltas
+from lorabench.fuse import Term, as_matrix, by_rows, reference_deltas, terms_of
 from lorabench.kernels import Scratch, get_tiles
 from lorabench.measure import Observer, Samples, time_once
 from lorabench.recipe import BASE, State
@@ -215,12 +215,7 @@ class _Plain:
 
     def terms(self, name: str, state: State) -> list[Term]:
         """Return what a state fuses into a weight."""
-        factors = {role: self.weights.factors(role) for role in state}
-        return [
-            Term(pair, strength)
-            for role, strength in state.items()
-            for pair in factors[role].get(name, ())
-        ]
+        return terms_of(name, state, {role: self.weights.factors(role) for role in state})
 
     def wrong_share(self, weights: ResidentWeights) -> float:
         """Return the share of touched values that differ, where both are in the base state."""
