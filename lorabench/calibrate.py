@@ -184,7 +184,9 @@ def machine_of(device: torch.device, timings: dict[str, Timing], kernels: Iterab
         if name in timings:
             told[name] = bytes_per_second(timings[name])
     for name in ("encode", "decode"):
-        told[name] = beside(timings[name], timings["plain"])
+        told[name] = beside(timings[name], timings["plain"], timings[name].params)
+    loaded, fused = timings["load_beside"], timings["kernels.gemm.large.less"]
+    told["load_beside"] = beside(loaded, fused, loaded.nbytes)
     system = Origin("measured", "what the system tells")
     told["memory_bytes"] = Rate(_memory_bytes(device.type), system)
     if device.type == "cuda":

@@ -35,7 +35,7 @@ class Cost:
     """Seconds by part, one after another: ``read``, ``keep``, ``restore``, ``image``, ``fuse``,
     ``forward`` and, for adapters that aren't fused, ``apply``."""
     transfer_seconds: float = 0.0
-    """Of these, what the processor only waits for: a disk, or the link to a GPU."""
+    """Of a rebind's seconds, what the processor only waits for: a disk, or the link to a GPU."""
     disk_bytes: int = 0
     """Read from the disk; what the page cache gives is the host's."""
     host_bytes: int = 0
@@ -119,7 +119,8 @@ class Pricing:
     def load(self, state: State, restore: str, apply: str = "resident") -> Cost:
         """Price a load, which reads ahead of what it fuses; ``state`` is the base's under others.
 
-        Reading, and keeping and fusing what was read, go on at once: the longer is waited for.
+        Reading, and keeping and fusing what was read, go on at once: the longer is waited for. But
+        where a CPU does all of it, what reading takes of it comes on top.
         """
         if apply != "resident":
             restore = "reread"  # nothing is ever to be restored, so that nothing is kept
@@ -130,11 +131,16 @@ class Pricing:
         read = work.file_bytes / rate
         parts = self._fuse_parts(state, restore)
         if restore.endswith("_snapshot"):
-            parts = {"keep": work.snapshot_bytes / self._keeping(restore), **parts}
+            linked = restore == "host_snapshot" and self._apart
+            kept = self._rate("copy_host" if linked else "copy_new")
+            parts = {"keep": work.snapshot_bytes / kept, **parts}
         if restore == "images" and state:
             parts = {"image": work.snapshot_bytes / self._rate("copy_new"), **parts}
-        ahead = max(0.0, read - sum(parts.values()))
-        return self._cost(work, {"read": ahead, **parts}, restore, ahead)
+        busy = sum(parts.values())
+        ahead = max(0.0, read - busy)
+        if busy and self.machine.load_beside is not None:
+            ahead = max(ahead, min(read, work.file_bytes / self.machine.load_beside))
+        return self._cost(work, {"read": ahead, **parts}, restore)
 
     @_remembered
     def rebind(self, before: State, after: State, restore: str, *, imaged: bool = False) -> Cost:
@@ -208,9 +214,14 @@ class Pricing:
             return Memory(held + max(copied, default=0), 0)
         held = self.counted.resident_bytes(restore, states, f32_products=f32_products)
         kept = self.counted.kept_bytes(restore, states)
-        if restore == "host_snapshot" and self.machine.host_bytes is not None:
+        if restore == "host_snapshot" and self._apart:
             return Memory(held, kept)
         return Memory(held + kept, 0)
+
+    @property
+    def _apart(self) -> bool:
+        """Whether weights live in a memory that is apart from the host's."""
+        return self.machine.host_bytes is not None
 
     @cached_property
     def _prices(self) -> dict[object, Any]:
@@ -227,8 +238,7 @@ class Pricing:
     def _cost(
         self, work: Work, parts: Mapping[str, float], restore: str, waited: float = 0.0
     ) -> Cost:
-        apart = self.machine.host_bytes is not None
-        on_device = restore == "device_snapshot" or (apart and restore == "images")
+        on_device = restore == "device_snapshot" or (self._apart and restore == "images")
         hosted = 0 if on_device else work.snapshot_bytes
         return Cost(
             work,
@@ -236,7 +246,7 @@ class Pricing:
             waited,
             disk_bytes=work.file_bytes if self.cold else 0,
             host_bytes=(0 if self.cold else work.file_bytes) + hosted,
-            link_bytes=work.file_bytes + hosted if apart else 0,
+            link_bytes=work.file_bytes + hosted if self._apart else 0,
             device_bytes=work.file_bytes + work.snapshot_bytes + 4 * work.fused_params,
         )
 
@@ -271,15 +281,12 @@ class Pricing:
                 seconds += self._touched(state) / self._rate("decode")
             return {"restore": seconds}, 0.0
         work = self.counted.rebind_work(state, BASE, restore)
-        apart = self.machine.host_bytes is not None
         if restore == "reread":
             seconds = work.file_bytes / self._rate("read_cold" if self.cold else "read_warm")
-            return {"restore": seconds}, seconds if self.cold or apart else 0.0
-        seconds = work.snapshot_bytes / self._keeping(restore)
-        return {"restore": seconds}, seconds if restore == "host_snapshot" and apart else 0.0
-
-    def _keeping(self, restore: str) -> float:
-        return self._rate("copy_host" if restore == "host_snapshot" else "copy_device")
+            return {"restore": seconds}, seconds if self.cold or self._apart else 0.0
+        hosted = restore == "host_snapshot"
+        seconds = work.snapshot_bytes / self._rate("copy_host" if hosted else "copy_device")
+        return {"restore": seconds}, seconds if hosted and self._apart else 0.0
 
     def _touched(self, state: State) -> int:
         return self.counted.rebind_work(BASE, state, "reread").fused_params

@@ -68,6 +68,9 @@ class Machine:
         Bytes from the disk, and from the page cache into memory that is in use.
     load_warm
         Bytes from the page cache into new memory.
+    load_beside
+        The same beside a fuse: the bytes for which a load that fuses takes a second longer than its
+        fuse. None where reading takes nothing from fusing.
     copy_host
         Bytes of weights from or to a snapshot in the host's memory.
     copy_device
@@ -93,6 +96,7 @@ class Machine:
     read_cold: float | None = None
     read_warm: float | None = None
     load_warm: float | None = None
+    load_beside: float | None = None
     copy_host: float
     copy_device: float | None = None
     copy_new: float | None = None

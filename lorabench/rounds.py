@@ -79,6 +79,7 @@ class Rounds:
                 yield from self._fuses(kernel, role)
                 if kernel == "gemm" and role == "less":
                     yield self._launches()
+                    yield self._loads()
                 yield self._reread()
         yield from self._copies()
         yield from self._codings()
@@ -97,6 +98,12 @@ class Rounds:
         )
         what = f"loading {len(names)} weights from the page cache into new memory"
         yield Step("load_warm", what, names, lambda: self._read(names, new=True))
+
+    def _loads(self) -> Step:
+        names = self._groups["large"]
+        ranks = self.weights.ranks(names, "less")
+        what = f"loading {len(names)} weights from the page cache, fused at rank {ranks} meanwhile"
+        return Step("load_beside", what, names, lambda: self._loaded(names))
 
     def _reread(self) -> Step:
         names, plain = list(self.weights.base.entries), self._plain["gemm"]
@@ -207,6 +214,20 @@ class Rounds:
         return max(1, min(int(self.sizes.sample_seconds / seconds), len(self._tensors[name])))
 
     def _read(self, names: Sequence[str], *, new: bool) -> Work:
+        with arriving(self._reads_of(names, new=new), self._scratch) as arrived:
+            return Work(file_bytes=sum(read.entry.spec.nbytes for read in arrived))
+
+    def _loaded(self, names: Sequence[str]) -> Work:
+        reads = self._reads_of(names, new=True)
+        tensors = {read.entry.spec.name: read.into for read in reads}
+        sweep = Sweep(LESS, tensors, self.weights.factors, self._plain["gemm"], self._scratch)
+        work = Work()
+        with arriving(reads, self._scratch) as arrived:
+            for read in arrived:
+                work += Work(file_bytes=read.entry.spec.nbytes) + sweep.fuse(read.entry.spec.name)
+        return work
+
+    def _reads_of(self, names: Iterable[str], *, new: bool) -> list[Read]:
         reads = []
         for name in names:
             entry = self.weights.base.entries[name]
@@ -214,8 +235,7 @@ class Rounds:
             reads.append(Read(self.weights.base, entry, into))
         if new:
             self.new += [read.into for read in reads]
-        with arriving(reads, self._scratch) as arrived:
-            return Work(file_bytes=sum(read.entry.spec.nbytes for read in arrived))
+        return reads
 
     def _imaged(self, names: Iterable[str]) -> Work:
         images = [self._tensors[name].clone() for name in names]

@@ -80,14 +80,14 @@ def pace(more: Timing, less: Timing, launch: float) -> tuple[Pace, Origin]:
     return Pace(1 / a_flop, more.params / elements), _origin([more, less], note)
 
 
-def beside(whole: Timing, plain: Timing) -> Rate:
-    """Return the weights a second of what an operation does beside a plain one on the same."""
+def beside(whole: Timing, plain: Timing, amount: int) -> Rate:
+    """Return the amount a second of what an operation does beside a plain one on the same."""
     taken = whole.median - plain.median
     note = ""
     if taken < LEAST_SHARE * plain.median:
         taken = LEAST_SHARE * plain.median
         note = "it takes no longer, so that the rate is a bound"
-    return Rate(whole.params / taken, _origin([whole, plain], note))
+    return Rate(amount / taken, _origin([whole, plain], note))
 
 
 def _origin(timings: Sequence[Timing], note: str = "") -> Origin:

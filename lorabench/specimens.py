@@ -47,7 +47,7 @@ class Sizes:
     tokens: tuple[int, int] = (256, 64)
     launches: int = 64
     """Tiny weights, which tell what a launch takes."""
-    rounds: tuple[int, int] = (3, 6)
+    rounds: tuple[int, int] = (3, 12)
     """At least, and at most."""
     seconds: float = 26.0
     """What the rounds may take if there are enough of them; a first one isn't counted."""

@@ -72,15 +72,25 @@ def pricing(machine: Machine = CPU, *, cold: bool = False) -> Pricing:
 
 def test_a_load_waits_for_reading_what_it_does_not_hide():
     read = FILE_BYTES / 512
-    cost = pricing().load(BASE, "reread")
-    assert cost.parts == {"read": read}
-    assert cost.transfer_seconds == read
+    assert pricing().load(BASE, "reread").parts == {"read": read}
     fused = pricing().load(USER, "reread")
     assert fused.parts == {"read": read - 25, "fuse": 25.0}
     assert fused.seconds == read
     slow = pricing(replace(CPU, load_warm=1e9)).load(USER, "reread")
     assert slow.seconds == pytest.approx(25.0)
-    assert slow.transfer_seconds == 0.0
+
+
+def test_what_reading_takes_of_a_cpu_comes_on_top_of_a_fuse():
+    beside = replace(CPU, load_warm=1e9, load_beside=512.0)  # so that little is to be hidden
+    assert pricing(beside).load(BASE, "reread").seconds == FILE_BYTES / 1e9
+    capped = pricing(beside).load(USER, "reread")  # no longer than one after the other
+    assert capped.seconds == pytest.approx(25.0 + FILE_BYTES / 1e9)
+    fast = replace(CPU, load_beside=1024.0)
+    for cold, read in ((False, FILE_BYTES / 512), (True, FILE_BYTES / 256)):
+        beside = max(read - 25.0, FILE_BYTES / 1024)
+        assert pricing(fast, cold=cold).load(USER, "reread").parts == {"read": beside, "fuse": 25.0}
+    kept = pricing(fast).load(BASE, "host_snapshot").parts
+    assert kept == {"read": FILE_BYTES / 1024, "keep": 3 * 4096 / 128}
 
 
 def test_from_the_disk_a_load_is_as_slow_as_the_slower_of_disk_and_memory():
@@ -92,9 +102,9 @@ def test_from_the_disk_a_load_is_as_slow_as_the_slower_of_disk_and_memory():
 @pytest.mark.parametrize(
     ("restore", "machine", "part", "seconds"),
     [
-        ("host_snapshot", CPU, "keep", 3 * 4096 / 2048),  # whatever is fused, of all adapters
+        ("host_snapshot", CPU, "keep", 3 * 4096 / 128),  # whatever is fused, of all adapters
         ("host_snapshot", GPU, "keep", 3 * 4096 / 2048),
-        ("device_snapshot", GPU, "keep", 3 * 4096 / 8192),
+        ("device_snapshot", GPU, "keep", 3 * 4096 / 128),
         ("images", CPU, "image", 2 * 4096 / 128),  # of the user's state alone
         ("residual", CPU, "fuse", 25 + 2 * 2048 / 64),
     ],
