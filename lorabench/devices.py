@@ -44,3 +44,22 @@ def check_room(what: str, device: torch.device, nbytes: int) -> None:
             f"{what} needs {nbytes:,} bytes of memory on '{device}', {free:,} are free; use fewer "
             f"blocks or another restore"
         )
+
+
+def touch_free(device: torch.device, nbytes: int) -> int:
+    """Touch free memory of the CPU and give it back, before what takes that much is timed.
+
+    A virtual machine is given memory by its host when it touches it, and may have to return what
+    was free for some seconds: the first touch then takes several times as long as a later one. How
+    much of that a time holds is up to what ran before. On a GPU there is nothing to be done.
+
+    Returns
+    -------
+    The bytes that were touched: no more than there are.
+    """
+    if device.type != "cpu":
+        return 0
+    free = free_bytes(device)
+    nbytes = max(0, nbytes if free is None else min(nbytes, free))
+    torch.empty(nbytes, dtype=torch.uint8).fill_(1)
+    return nbytes

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lorabench.cost import Work
+from lorabench.devices import touch_free
 from lorabench.directio import forget
 from lorabench.errors import UnavailableError
 from lorabench.forward import multiply
@@ -88,22 +89,22 @@ class Rounds:
                 yield self._forward(size, role, tokens)
 
     def _reads(self) -> Iterator[Step]:
-        names = self._groups["large"]
+        every, names = list(self.weights.base.entries), self._groups["large"]
         yield Step(
             "read_cold",
-            f"reading {len(names)} weights after their file was taken out of the page cache",
-            names,
-            lambda: self._read(names, new=False),
+            f"reading {len(every)} weights after their file was taken out of the page cache",
+            every,  # so that whatever reads a weight after this finds it in the page cache
+            lambda: self._read(every, new=False),
             lambda: forget(self.weights.base.stamps),
         )
         what = f"loading {len(names)} weights from the page cache into new memory"
-        yield Step("load_warm", what, names, lambda: self._read(names, new=True))
+        yield Step("load_warm", what, names, lambda: self._read(names, new=True), self._touch)
 
     def _loads(self) -> Step:
         names = self._groups["large"]
         ranks = self.weights.ranks(names, "less")
         what = f"loading {len(names)} weights from the page cache, fused at rank {ranks} meanwhile"
-        return Step("load_beside", what, names, lambda: self._loaded(names))
+        return Step("load_beside", what, names, lambda: self._loaded(names), self._touch)
 
     def _reread(self) -> Step:
         names, plain = list(self.weights.base.entries), self._plain["gemm"]
@@ -147,7 +148,7 @@ class Rounds:
     def _copies(self) -> Iterator[Step]:
         names = self._groups["large"]
         what = f"copying {len(names)} weights into new memory"
-        yield Step("copy_new", what, names, lambda: self._imaged(names))
+        yield Step("copy_new", what, names, lambda: self._imaged(names), self._touch)
         for name, restore in self._snapshots.items():
             where = "host" if name == "copy_host" else "device"
             yield Step(
@@ -190,6 +191,9 @@ class Rounds:
 
         what = f"products of {tokens} tokens with {len(weights)} weights"
         return Step(f"forward.{size}.{role}", what, self._groups[size], run)
+
+    def _touch(self) -> None:
+        touch_free(self._device, sum(self._tensors[n].nbytes for n in self._groups["large"]))
 
     def _fused(self, names: Iterable[str], role: str, restore: Restore) -> Work:
         state = State({role: 1.0})

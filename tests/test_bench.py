@@ -136,6 +136,8 @@ def test_a_walk_records_each_load_and_rebind_of_its_plan(subject, tmp_path):
         laps = r.details["globals_seconds"] + r.details["block_seconds"] * r.case["blocks"]
         assert 0 < laps <= r.seconds[0]
         assert r.peak_private_bytes > 0
+    touched = [r.details["touched_bytes"] for r in found]
+    assert touched[0] > max(touched[1:])  # what the load has taken needn't be there again
 
 
 def test_a_role_that_the_recipe_does_not_have_is_refused_before_anything_runs(files):

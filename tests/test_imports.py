@@ -65,8 +65,8 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "reasons": {"plan_text", "planner", "pricing"},
     "specimens": {"checkpoint", "fuse", "geometry", "recipe"},
     "rounds": {
-        "cost", "directio", "forward", "kernels", "loading", "measure", "readahead", "recipe",
-        "restore", "specimens", "sweep",
+        "cost", "devices", "directio", "forward", "kernels", "loading", "measure", "readahead",
+        "recipe", "restore", "specimens", "sweep",
     },
     "separate": {"rates"},
     "calibrate": {

@@ -1,7 +1,7 @@
 """A plan, measured action by action."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from time import perf_counter
 
@@ -15,11 +15,12 @@ from lorabench.check import (
     rows_to_check,
 )
 from lorabench.checkpoint import Checkpoint
+from lorabench.devices import touch_free
 from lorabench.digest import digest
 from lorabench.errors import CheckError
 from lorabench.geometry import Geometry
-from lorabench.measure import Observer, Samples, time_once
-from lorabench.plan import Action, Denoise, Load, Strategy, plan
+from lorabench.measure import Observer, Samples, private_bytes, time_once
+from lorabench.plan import Action, Denoise, Load, Rebind, Strategy, plan
 from lorabench.recipe import BASE, Recipe, State
 from lorabench.records import JSON
 from lorabench.resident import ResidentWeights
@@ -39,7 +40,9 @@ def walk_case(
 ) -> Case:
     """Execute a plan and record every load and rebind of it, one record each.
 
-    No forward runs, so that a rebind to be overlapped with one is carried out alone.
+    No forward runs, so that a rebind to be overlapped with one is carried out alone. Weights in
+    memory come from the page cache, and memory that an action takes is touched before: see
+    :func:`lorabench.devices.touch_free`.
 
     Parameters
     ----------
@@ -73,6 +76,7 @@ def _walk(
     subject: Subject, recipe: str, strategy: Strategy, actions: Sequence[Action], streamed: bool
 ) -> Sequence[Result]:
     base, adapters = subject.open()
+    files = (base, *(adapter.file for adapter in adapters.values()))
     geometry, device = subject.geometry(), torch.device(subject.device)
     how = {"kernel": strategy.kernel, "restore": strategy.restore}
     if streamed:
@@ -82,7 +86,17 @@ def _walk(
     exact = strategy.restore != "subtract"
     digests: dict[State, str] = {}
     results: list[Result] = []
+    needed_bytes = 0
+    if isinstance(weights, ResidentWeights):
+        # Loads find in the page cache what was read once, whatever ran before.
+        digests[BASE], *_ = (digest(_Streamed(file)) for file in files)
+        needed_bytes = weights.predicted_bytes([*_states(actions)])
+    held_bytes = private_bytes()
     for index, action in enumerate(actions):
+        if isinstance(action, Denoise):
+            perform(action, weights)
+            continue
+        touched_bytes = touch_free(device, needed_bytes - (private_bytes() - held_bytes))
         laps = Laps(geometry, device)
         work = []
         with Observer() as observer:  # of the action alone: checking takes memory too
@@ -90,10 +104,9 @@ def _walk(
                 lambda: work.append(perform(action, weights, laps.start())),  # noqa: B023
                 device,
             )
-        if isinstance(action, Denoise):
-            continue
         seen = observer.observation
         details = {
+            "touched_bytes": touched_bytes,
             "globals_seconds": laps.globals_seconds,
             "block_seconds": laps.block_seconds,
             "baseline_private_bytes": seen.baseline_private_bytes,
@@ -129,10 +142,15 @@ def _walk(
     return results
 
 
-def _action_fields(action: Action) -> dict[str, JSON]:
+def _states(actions: Iterable[Action]) -> Iterator[State]:
+    for action in actions:
+        if not isinstance(action, Denoise):
+            yield action.state if isinstance(action, Load) else action.after
+
+
+def _action_fields(action: Load | Rebind) -> dict[str, JSON]:
     if isinstance(action, Load):
         return {"state": str(action.state), "critical": True}
-    assert not isinstance(action, Denoise)
     return {
         "before": str(action.before),
         "state": str(action.after),
