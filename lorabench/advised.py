@@ -18,6 +18,8 @@ LIMITS = (
     "memory is that of weights, factors, scratch and kept bits: activations come on top",
     "a warm file is in the page cache, for which the machine has room beside the weights; a first "
     "load after a start is cold: --cache cold",
+    "memory is the machine's own: what a virtual machine has yet to be given by its host, as at a "
+    "first load, takes longer",
 )
 """What the model leaves out."""
 

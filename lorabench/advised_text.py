@@ -55,8 +55,11 @@ def _asked(fields: Fields) -> list[Fact]:
 
 def _origins(machine: Fields) -> str:
     """Tell where a machine's figures are from: how many of each provenance."""
-    counts = Counter(figure["provenance"] for figure in machine["figures"].values())
+    figures = machine["figures"].values()
+    counts = Counter(figure["provenance"] for figure in figures)
     told = ", ".join(f"{count} {provenance}" for provenance, count in counts.items())
+    if ceilings := sum(figure["ceiling"] for figure in figures):
+        told += f"; {ceilings} are peaks, so that real times are longer"
     return f"{told}; --json has the source of each"
 
 
@@ -86,8 +89,12 @@ def _verdict(fields: Fields) -> list[Fact]:
         ("plan", best["summary"], ""),
         ("as a strategy", ", ".join(changed) or "the defaults", ""),
         ("waits", f"{duration(best['binding_seconds'])} for binding, predicted ({parts})", ""),
-        ("first render", duration(best["first_render_seconds"]), ""),
     ]
+    if forwards := best["critical_seconds"] - best["binding_seconds"]:
+        share = best["binding_seconds"] / best["critical_seconds"]
+        beside = f"{duration(forwards)} of forwards, in which no attention is counted"
+        rows.append(("of all waits", f"{_percent(share)}, beside {beside}", ""))
+    rows.append(("first render", duration(best["first_render_seconds"]), ""))
     if best["later_render_seconds"] is not None:
         rows.append(("each later one", duration(best["later_render_seconds"]), ""))
     rows.append(("memory", f"{_memory(best)}; file read with the page cache {best['cache']}", ""))
@@ -99,6 +106,10 @@ def _verdict(fields: Fields) -> list[Fact]:
         waits = f"{duration(other['binding_seconds'])}, {_memory(other)}"
         rows.append(("one by one", f"{other['summary']}: {waits}", ""))
     return rows
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share >= 0.001 else "under 0.1%"
 
 
 def _named_table(fields: Fields) -> str:

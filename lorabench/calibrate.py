@@ -9,8 +9,10 @@ hits them all alike; the first round isn't counted. Their timings become rates i
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from errno import EISDIR
+from os import strerror
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from time import perf_counter
 
 import torch
@@ -89,9 +91,24 @@ def calibration_file(folder: str | Path, device: str) -> Path:
 
 
 def check_out(path: Path, device: str, *, overwrite: bool = False) -> None:
-    """Raise :class:`FileError` if a file is there that is no calibration of this machine."""
-    if overwrite or not path.exists():
-        return
+    """Make sure that a calibration can be written, before anything is measured.
+
+    Raises
+    ------
+    FileError
+        A file is there that is no calibration of this machine, or the folder can't be written.
+    """
+    if not overwrite and path.exists():
+        _check_ours(path, device)
+    with checkpoint.told_of(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=path.parent):
+            pass
+        if path.is_dir():
+            raise IsADirectoryError(EISDIR, strerror(EISDIR))
+
+
+def _check_ours(path: Path, device: str) -> None:
     ours = (device, _title(device), _memory_bytes(device))
     try:
         held = load_machine(path)

@@ -1,12 +1,12 @@
 """A machine's figures, as plain JSON and for people."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from math import isfinite
 from typing import Any
 
 from lorabench.layout import scaled, table
-from lorabench.rates import Machine
+from lorabench.rates import Machine, Origin
 
 _UNITS = {
     "memory_bytes": "B",
@@ -18,6 +18,8 @@ _UNITS = {
     "params_per_second": "weights/s",
 }
 """Of a figure by the last part of its name; all others are bytes a second."""
+
+_ORIGIN = tuple(field.name for field in fields(Origin))
 
 
 def describe_machine(machine: Machine) -> dict[str, Any]:
@@ -34,19 +36,20 @@ def describe_machine(machine: Machine) -> dict[str, Any]:
     }
 
 
-def machine_text(fields: Mapping[str, Any]) -> str:
+def machine_text(described: Mapping[str, Any]) -> str:
     """Say what `describe_machine` found."""
     rows: list[tuple[str, str, str]] = []
-    for name, figure in fields["figures"].items():
+    for name, figure in described["figures"].items():
+        origin = f"{figure['provenance']}, at most" if figure["ceiling"] else figure["provenance"]
         for key, value in figure.items():
-            if key in ("provenance", "source"):
+            if key in _ORIGIN:
                 continue
             full = name if key == "value" else f"{name}.{key}"
             unit = _UNITS.get(full.rpartition(".")[2], "B/s")
             told = "nothing beside the product" if value is None else scaled(value, unit)
-            rows.append((full, told, figure["provenance"]))
+            rows.append((full, told, origin))
     lines = table(("figure", "value", ""), rows, right=(1,))
-    return f"{fields['title']}, on '{fields['device']}'\n\n{lines}"
+    return f"{described['title']}, on '{described['device']}'\n\n{lines}"
 
 
 def _figure(machine: Machine, name: str) -> dict[str, float | None]:

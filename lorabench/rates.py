@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lorabench.errors import ConfigError, did_you_mean
+from lorabench.plan import STRATEGY_VALUES
 from lorabench.resources import data_folder, read_toml, toml_problems
 
 CLASSES: dict[str, int] = {"small": 1 << 20, "medium": 1 << 24}
@@ -50,6 +51,8 @@ class Origin:
     provenance: str
     """``measured``, ``derived`` (from others, or a bound), or ``published``."""
     source: str
+    ceiling: bool = False
+    """Whether the machine can't do better, so that seconds which follow are the least."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +157,8 @@ def machine_toml(machine: Machine) -> str:
 
     def table(name: str, figures: Mapping[str, float]) -> Iterator[str]:
         origin = machine.origins[name]
-        told = {**figures, "provenance": origin.provenance, "source": origin.source}
+        ceiling = {"ceiling": True} if origin.ceiling else {}
+        told = {**figures, "provenance": origin.provenance, **ceiling, "source": origin.source}
         return (f"{key} = {_text(value)}" for key, value in told.items())
 
     for key in _FIGURES:
@@ -186,6 +190,11 @@ def _parse(path: Path) -> Machine:
         model_config = strict
         provenance: Literal["measured", "derived", "published"]
         source: str = Field(min_length=1)
+        ceiling: bool = Field(False, strict=True)
+
+        @property
+        def origin(self) -> Origin:
+            return Origin(self.provenance, self.source, self.ceiling)
 
     class Figure(Told):
         value: float = Field(ge=_LEAST, le=_MOST, strict=True)
@@ -204,7 +213,7 @@ def _parse(path: Path) -> Machine:
         model_config = strict
         title: str = Field(min_length=1)
         device: Literal["cpu", "cuda"]
-        kernels: dict[str, Paces] = Field(min_length=1)
+        kernels: dict[Literal[STRATEGY_VALUES["kernel"]], Paces] = Field(min_length=1)  # pyright: ignore
         forward: Paces
 
     optional = {key: (Figure | None, None) for key in _FIGURES if key not in _NEEDED}
@@ -219,14 +228,14 @@ def _parse(path: Path) -> Machine:
     figures = {key: found for key in _FIGURES if (found := getattr(table, key)) is not None}
     groups = {f"kernels.{name}": paces for name, paces in table.kernels.items()}
     groups["forward"] = table.forward
-    origins = {key: Origin(found.provenance, found.source) for key, found in figures.items()}
+    origins = {key: found.origin for key, found in figures.items()}
     paced: dict[str, dict[str, Pace]] = {}
     for group, paces in groups.items():
         for size in SIZES:
             told = getattr(paces, size)
             pace = Pace(told.flops_per_second, told.params_per_second)
             paced.setdefault(group, {})[size] = pace
-            origins[f"{group}.{size}"] = Origin(told.provenance, told.source)
+            origins[f"{group}.{size}"] = told.origin
     whole = ("memory_bytes", "host_bytes")
     return Machine(
         name=path.stem,

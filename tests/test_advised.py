@@ -145,7 +145,8 @@ def test_beside_a_batch_stands_the_cheapest_plan_for_renders_one_by_one(describe
 
 def test_a_machines_figures_keep_where_they_are_from(described):
     figures = described()["machine"]["figures"]
-    assert figures["copy_host"] == {"value": 8e9, "provenance": "derived", "source": "x"}
+    origin = {"provenance": "derived", "source": "x", "ceiling": False}
+    assert figures["copy_host"] == {"value": 8e9, **origin}
     assert figures["kernels.gemm.large"]["provenance"] == "measured"
 
 
@@ -169,6 +170,24 @@ def test_text_fits_100_columns_and_says_that_all_is_predicted(described, setting
     assert max(map(len, text.splitlines())) <= 100
     assert "every second is predicted" in text
     assert "no attention" in text
+
+
+def test_text_tells_the_share_of_binding_and_which_figures_are_peaks(described):
+    fields = described()
+    text = " ".join(advice_text(fields).split())
+    best = fields["advised"]
+    share = best["binding_seconds"] / best["critical_seconds"]
+    forwards = duration(best["critical_seconds"] - best["binding_seconds"])
+    assert f"of all waits {share:.1%}, beside {forwards} of forwards" in text
+    assert "peaks" not in text
+    for name in ("copy_host", "copy_new"):
+        fields["machine"]["figures"][name]["ceiling"] = True
+    best["critical_seconds"] = 2000 * best["binding_seconds"]
+    text = " ".join(advice_text(fields).split())
+    assert "2 are peaks, so that real times are longer" in text
+    assert "of all waits under 0.1%" in text
+    best["critical_seconds"] = best["binding_seconds"]
+    assert "of all waits" not in advice_text(fields)
 
 
 def test_text_tells_along_each_parameter_from_where_on_another_plan_is_the_answer(described):

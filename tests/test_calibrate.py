@@ -314,6 +314,21 @@ def test_only_a_calibration_of_this_machine_is_overwritten_unasked(tmp_path, mac
         check_out(path, "cpu", overwrite=True)
 
 
+@pytest.mark.parametrize("overwrite", [True, False])
+@pytest.mark.parametrize("where", ["folder", "file/mine.toml"])
+def test_a_file_that_can_not_be_written_is_refused_before_anything_is_measured(
+    tmp_path, machine, monkeypatch, where, overwrite
+):
+    asked = stub(monkeypatch, machine)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    option = ["--overwrite"] if overwrite else []
+    ran = CliRunner().invoke(app, ["calibrate", "--out", str(tmp_path / where), *option])
+    assert ran.exit_code == 2
+    assert where.split("/")[0] in ran.output
+    assert asked == []
+
+
 def test_the_command_writes_the_machines_file_and_prints_its_figures(
     tmp_path, machine, monkeypatch
 ):
@@ -354,6 +369,9 @@ def test_figures_are_told_with_their_units():
     assert "273" not in told.split("\n")[0]
     for line in ("530.00 MFLOP/s", "128.00 GB", "136.50 GB/s", "nothing beside the product"):
         assert line in told
+    origins = {row.split()[0]: row.split("  ")[-1] for row in told.splitlines() if "/s" in row}
+    assert origins["kernels.scalar.large.flops_per_second"] == "published"
+    assert origins["copy_host"] == "derived, at most"
 
 
 def test_the_default_timer_is_the_projects_own():

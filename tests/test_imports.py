@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "forward": {"cost", "fuse", "kernels", "recipe", "resident", "residual", "streams"},
     "overlap": {"cost", "recipe", "resident"},
     # deciding
-    "rates": {"resources"},
+    "rates": {"plan", "resources"},
     "counted": {"cost", "geometry", "plan", "recipe", "streams"},
     "tallies": {"counted", "geometry", "rates", "recipe", "streams"},
     "pricing": {"cost", "counted", "geometry", "rates", "recipe", "tallies"},

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from lorabench.errors import ConfigError
 from lorabench.rates import (
+    PROVENANCES,
     SIZES,
     Machine,
     Origin,
@@ -29,12 +30,13 @@ texts = st.text(st.characters(codec="utf-8"), min_size=1, max_size=40)
 @st.composite
 def machines(draw) -> Machine:
     """Any machine that could be measured."""
-    origin = st.builds(Origin, st.sampled_from(["measured", "derived", "published"]), texts)
+    origin = st.builds(Origin, st.sampled_from(PROVENANCES), texts, st.booleans())
     figures = {name: draw(rates) for name in ("launch_seconds", "copy_host")}
     for name in ("read_cold", "read_warm", "load_warm", "copy_device", "copy_new", "encode"):
         if draw(st.booleans()):
             figures[name] = draw(rates)
-    kernels = {kernel: draw(classes) for kernel in draw(st.sets(st.sampled_from("ab"), min_size=1))}
+    known = st.sampled_from(["gemm", "scalar", "triton"])
+    kernels = {kernel: draw(classes) for kernel in draw(st.sets(known, min_size=1))}
     figures["memory_bytes"] = draw(st.integers(1, 2**50))
     named = [*figures, *(f"forward.{size}" for size in SIZES)]
     named += [f"kernels.{kernel}.{size}" for kernel in kernels for size in SIZES]
@@ -126,6 +128,11 @@ read_warm = { value = "fast", provenance = "measured", source = "x" }
 load_warm = { value = 1.0, provenance = "guessed", source = "" }
 copy_new = { value = inf, provenance = "measured", source = "x" }
 
+[kernels.gem.small]
+flops_per_second = 1.0
+provenance = "measured"
+source = "x"
+
 [kernels.gemm.small]
 flops_per_second = 1.0
 provenance = "measured"
@@ -146,7 +153,8 @@ def test_all_that_is_wrong_in_a_file_is_told_at_once(tmp_path):
     for problem in (
         "title", "device", "memory_bytes.value", "read_colt: unknown key", "read_cold",
         "read_warm.value", "load_warm.provenance", "load_warm.source", "copy_new.value",
-        "copy_host: required", "kernels.gemm.medium: required", "kernels.gemm.large: required",
+        "copy_host: required", "kernels.gem.", "kernels.gemm.medium: required",
+        "kernels.gemm.large: required",
         "forward.small: required", "forward.huge",
     ):  # fmt: skip
         assert problem in told, problem
