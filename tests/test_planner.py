@@ -87,6 +87,7 @@ def machines(draw: st.DrawFn) -> Machine:
         read_cold=read_cold,
         read_warm=read_warm,
         load_warm=draw(rates),
+        load_beside=draw(st.none() | rates),
         copy_host=draw(rates),
         copy_device=draw(maybe) if cuda else None,
         copy_new=draw(maybe),

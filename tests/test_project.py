@@ -15,14 +15,13 @@ import pytest
 
 from lorabench import records
 from lorabench.bench import accounts_frame, restores_frame, rules_frame
-from lorabench.bench.decide import decision_frame
+from lorabench.bench.decide import decisions_frame
 from lorabench.cost import touches_of
 from lorabench.derive import first_tenth, hours
-from lorabench.forwards import added_seconds, forward_lines, forward_points
 from lorabench.geometry import load_geometry
 from lorabench.priced import predicted_frame
 from lorabench.rates import load_machine
-from lorabench.recipe import load_recipe
+from lorabench.recipe import load_recipe, recipe_names
 from lorabench.streams import products_of
 
 ROOT = Path(__file__).parent.parent
@@ -283,17 +282,16 @@ def test_the_readmes_figures_of_the_engine_are_those_of_the_committed_records():
     )
 
 
-def decision(machine):
+DECIDED = ("amd-epyc-2c-avx512", "amd-epyc-2c-avx2")
+
+
+def decision(*machines):
     """What each recipe's renders waited for under every strategy that was carried out."""
     cut = load_geometry("ltx-2.5-22b").cut(2)
     products = products_of(cut, touches_of(cut, ["distilled", "user"]))
-    found = records.read(RECORDS / machine / "decision.jsonl")
-    lines = forward_lines(forward_points(found, products))
-
-    def added(recipe, apply):
-        return 2 * added_seconds(load_recipe(recipe).bind(), apply, lines, products)
-
-    return decision_frame(found, added)
+    recipes = {name: load_recipe(name).bind() for name in recipe_names()}
+    found = [r for machine in machines for r in records.read(RECORDS / machine / "decision.jsonl")]
+    return decisions_frame(found, recipes, products)
 
 
 def modelled(machine):
@@ -303,7 +301,15 @@ def modelled(machine):
     return predicted_frame(found, rates, [load_geometry("ltx-2.5-22b").cut(2)])
 
 
-@pytest.mark.parametrize("machine", ["amd-epyc-2c-avx512", "amd-epyc-2c-avx2"])
+def test_what_machines_took_is_not_mixed():
+    both = decision(*DECIDED)
+    assert [*both.machine.unique()] == [*DECIDED]
+    for machine in DECIDED:
+        mine = both[both.machine == machine].reset_index(drop=True)
+        assert mine.equals(decision(machine).reset_index(drop=True))
+
+
+@pytest.mark.parametrize("machine", DECIDED)
 def test_the_advised_plan_was_within_15_percent_of_the_best_in_every_recipe(machine):
     frame = decision(machine)
     advised = frame[frame.strategy == "advised"].set_index("recipe")

@@ -1,15 +1,18 @@
 """The advised plan beside every named strategy, carried out."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lorabench.bench.cases import Case, Subject
 from lorabench.bench.walk import walk_case
+from lorabench.forwards import added_seconds, forward_lines, forward_points
+from lorabench.machine import machine_name
 from lorabench.plan import STRATEGIES, plan
 from lorabench.planner import Choice
 from lorabench.recipe import Recipe
 from lorabench.records import Record
+from lorabench.streams import Product
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -105,3 +108,39 @@ def decision_frame(
     frame = rounds.median()
     best = frame.groupby("recipe").binding_s.transform("min")
     return frame.assign(over_best=frame.binding_s / best)
+
+
+def decisions_frame(
+    records: Iterable[Record], recipes: Mapping[str, Recipe], products: Sequence[Product]
+) -> "pd.DataFrame":
+    """Return `decision_frame` of each machine that decided, its name first, in ``machine``.
+
+    Parameters
+    ----------
+    records
+        Of `decide_cases`, and of :func:`lorabench.bench.denoise_case` on the same machines: what
+        adapters that aren't fused add to the forwards is scaled from these.
+    recipes
+        Bound, by name.
+    products
+        Of the geometry that was measured, with every adapter of the recipes.
+    """
+    import pandas as pd
+
+    machines: dict[str, list[Record]] = {}
+    for record in records:
+        machines.setdefault(machine_name(record.environment), []).append(record)
+    frames = {}
+    for machine, mine in machines.items():
+        decided = [record for record in mine if "covers" in record.case]
+        if not decided:
+            continue
+        lines = forward_lines(forward_points(mine, products))
+        renders = int(decided[0].case["renders"])  # pyright: ignore
+
+        def added(recipe: str, apply: str) -> float:
+            seconds = added_seconds(recipes[recipe], apply, lines, products)  # noqa: B023
+            return renders * seconds  # noqa: B023
+
+        frames[machine] = decision_frame(decided, added)
+    return pd.concat(frames, names=["machine"]).reset_index(level=0)
