@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,15 @@ ADAPTERS = ("user", "distilled", "detailing")
 CPU_KERNELS = [name for name in KERNELS if name != "triton"]
 
 LONGEST_FILES = ("test_notebooks.py", "test_triton.py")
+
+
+def pytest_configure():
+    """Hear Ctrl-C, as tests and the processes that they start are to, when run in the background.
+
+    There a shell has it ignored, which processes hand down.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):

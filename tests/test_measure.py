@@ -469,7 +469,10 @@ class TestAloneFromOtherParents:
                 os.killpg(parent.pid, ending)  # a terminal interrupts the whole group
             else:
                 parent.send_signal(ending)
-            _, errors = parent.communicate(timeout=PATIENCE_SECONDS)
+            try:
+                _, errors = parent.communicate(timeout=PATIENCE_SECONDS)
+            finally:
+                parent.kill()
         wait_until(lambda: not psutil.pid_exists(child))
         assert ("KeyboardInterrupt" in errors) == (ending == signal.SIGINT)
 
