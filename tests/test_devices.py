@@ -1,11 +1,11 @@
 """Free memory is touched as far as there is any, and given back."""
 
 import pytest
+import torch
 
 from lorabench import devices
 from lorabench.measure import private_bytes
 
-torch = pytest.importorskip("torch")
 CPU = torch.device("cpu")
 BYTES = 256 << 20
 

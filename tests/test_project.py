@@ -332,6 +332,11 @@ def test_the_readmes_figures_of_the_decision_are_those_of_the_committed_records(
     model, before = modelled("amd-epyc-2c-avx512"), modelled("amd-epyc-2c-avx2")
     off = model.error.abs()
     assert off.median() <= 0.10
+    loads = model[model.kind == "load"]
+    assert loads.error.max() <= 0.25
+    copies = model[(model.kind == "restore") & model.case.str.endswith("host_snapshot")].measured_s
+    made = model[model.kind.isin(["fuse", "rebind"]) & model.case.str.endswith("images")]
+    longer = made.measured_s / made.predicted_s - 1
     kinds = off.groupby(model.kind).median()
     worst = model.loc[off.idxmax()]
     assert_told(
@@ -339,6 +344,9 @@ def test_the_readmes_figures_of_the_decision_are_those_of_the_committed_records(
         f"off by {off.median():.1%} in the median of {len(model)} loads, rebinds and forwards",
         f"fuses and rebinds by {kinds.fuse:.0%}, forwards by {kinds.forward:.0%}, loads by "
         f"{kinds.load:.0%}, ways back by {kinds.restore:.0%}",
+        f"between {copies.min():.2f} and {copies.max():.2f} s",
+        f"the {(loads.error < -0.25).sum()} loads that are off by over a quarter",
+        f"{longer.min():.0%} to {longer.max():.0%} longer than predicted",
         f"{worst.predicted_s:.2f} s predicted, {worst.measured_s:.2f} s measured",
         f"the model off by {before.error.abs().median():.1%} over {len(before)} cases",
     )

@@ -118,7 +118,7 @@ def _walk(
         if exact and not same:
             raise CheckError(
                 f"{recipe}, action {index}: state '{weights.state}' has other bits than "
-                f"the last time ({found}, not {digests[weights.state]})"
+                f"before, or than the file's ({found}, not {digests[weights.state]})"
             )
         if not same and weights.state == BASE and isinstance(weights, ResidentWeights):
             details["wrong_share"] = _wrong_share(weights)
